@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.func import functionalize
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -49,6 +50,25 @@ Decompositions = Mapping[OpOverload, Callable[..., Any]]
 IDENTITIES: tuple[OpOverload, ...] = tuple(
     getattr(torch.ops.aten, name).default for name in ("detach", "alias", "lift", "lift_fresh", "lift_fresh_copy")
 )
+
+
+# ------------------------------------------------------------------ nodes of graphs
+args_of = operator.attrgetter("_args")  # of a node; the public property is a function in Python, and takes longer
+
+
+def add_node(
+    graph: fx.Graph, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None = None
+) -> fx.Node:
+    """A node at the graph's insertion point, as `Graph.create_node` makes it. That also looks through the arguments for
+    symbolic sizes, which no body has, and takes twice as long."""
+    namespace = graph._graph_namespace
+    name = namespace.create_name(graph._target_to_str(target) if name is None else name, None)
+    node = fx.Node(graph, name, op, target, args, kwargs)
+    namespace.associate_name_with_obj(name, node)
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node
 
 
 # ------------------------------------------------------------------ fake tensors
@@ -98,6 +118,7 @@ def record(
         stack.enter_context(_plain_rnns())
         stack.enter_context(_node_hook(on_node))
         stack.enter_context(_quiet_stacks())
+        stack.enter_context(_no_tensor_meta())
         gm = make_fx(fn, **options)(*inputs)
     for node in reversed(gm.graph.nodes):  # an op that raised, and whose error `fn` caught, has computed nothing
         raised = isinstance(node.target, OpOverload) and node.target._schema.returns and "val" not in node.meta
@@ -236,6 +257,19 @@ def _node_hook(on_node: Callable[[fx.Node], None]) -> Generator[None]:
         yield
     finally:
         PythonKeyTracer.create_node = original
+
+
+@contextmanager
+def _no_tensor_meta() -> Generator[None]:
+    """make_fx describes each value twice: as a fake tensor, `val`, and as `tensor_meta`, for a twentieth of a trace.
+    Nothing here reads the second."""
+    module: Any = proxy_tensor
+    original = module._extract_tensor_metadata
+    module._extract_tensor_metadata = lambda _: None
+    try:
+        yield
+    finally:
+        module._extract_tensor_metadata = original
 
 
 @contextmanager
@@ -801,6 +835,18 @@ def hugging_face_patches(model: nn.Module) -> Generator[None]:
             config.use_cache = True
         if nested is not None:
             dynamo.error_on_nested_fx_trace = nested
+
+
+@contextmanager
+def unvalidated_distributions() -> Generator[None]:
+    """torch.distributions do not look at the values of their arguments, which is only a check."""
+    distribution = torch.distributions.Distribution
+    before = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(before)
 
 
 # ------------------------------------------------------------------ fused attention

@@ -10,7 +10,7 @@ removes, or makes a second name of something that changes in place, is refused (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -51,6 +51,14 @@ def buffers_after(
         after[name] = buffer
     _refuse_second_names(model, after, initial, params)
     return after
+
+
+def refuse_asked(model: nn.Module, changing: Sequence[str]) -> None:
+    """Raise ShardcError (SC101) where forward asks for the value of a buffer that it changes: the next one differs."""
+    if changing:
+        message = f"forward asks for the value of the buffer '{changing[0]}', which it changes in each step"
+        hint = "decide by torch.where, or count in Python between the steps and compile again when it changes"
+        raise about_tensor(model, "SC101", changing[0], message, hint)
 
 
 def _refuse_second_names(

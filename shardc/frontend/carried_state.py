@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 READ = "forward reads what an earlier step left in {}; every step of a program finds there what the first would"
 COUNTED = "forward counts on in {} from step to step; every step of a program counts as the first"
 KEPT = (
-    "forward keeps in the cache of {} what depends on weights, on the batch or on random numbers: later steps of eager"
+    "forward keeps in the cache of {} what depends on weights, on the batch or on random numbers: later steps of eager "
+    "PyTorch find there what the first has left; every step of a program computes it"
 )
-KEPT += " PyTorch find there what the first has left; every step of a program computes it"
 IN_PLACE = "forward changes {} in place, a tensor that is no buffer"
 HINT = "register_buffer what is to last from step to step, and change it in place; set the rest before it is read"
 
@@ -85,7 +84,8 @@ def kept_in_caches(
     whether they are the same in each step.
     """
     placeholders = [node for node in first.graph.nodes if node.op == "placeholder"]
-    changing = {node for node, same in zip_longest(placeholders, constant, fillvalue=False) if not same}
+    same = {node for node, is_same in zip(placeholders, constant, strict=False) if is_same}  # the rest are the batch's
+    changing = [node for node in placeholders if node not in same]
     derived = _from_inputs(first.graph, changing)
     names = [name for name, nodes in remembered if any(node in derived for node in nodes)]
     return [_warning(model, KEPT, [*dict.fromkeys(names)])] if names else []

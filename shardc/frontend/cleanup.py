@@ -38,6 +38,8 @@ def clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[
             if written.role == "param":
                 raise error("SC104", f"forward overwrites the parameter {written.name}", hint="make it a buffer")
             graph.erase_node(node)
+        elif target is aten.cat.default and any(_is_nothing(one) for one in node.args[0]):
+            node.args = ([one for one in node.args[0] if not _is_nothing(one)], *node.args[1:])
         elif target.name().startswith("aten::_assert"):
             graph.erase_node(node)
         else:
@@ -53,6 +55,11 @@ def clean(graph: fx.Graph, inputs: list[TracedInput], origins: Origins) -> dict[
                     hint="draw from torch.rand, randn, bernoulli or dropout instead",
                 )
     return replaced
+
+
+def _is_nothing(operand: fx.Node) -> bool:
+    """A tensor of shape [0], which torch joins to tensors of any shape: of a cache that is empty still."""
+    return tuple(operand.meta["val"].shape) == (0,)
 
 
 def constants_as_inputs(graph: fx.Graph, after: fx.Node) -> dict[str, fx.Node]:

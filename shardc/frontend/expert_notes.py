@@ -29,8 +29,8 @@ def computed_for_all(loops: ExpertLoops, origin_of: Callable[[fx.Node], Origin])
             origin.source,
             Diagnostic(
                 "SC129",
-                f"{experts} experts are not one grouped product: each computes all tokens, {times} times as many as are "
-                "routed to them",
+                f"{experts} experts are not one grouped product: each computes all tokens, {times} times as many as are"
+                " routed to them",
                 "note",
                 location=origin.source or None,
                 source_text=origin.source_text or None,

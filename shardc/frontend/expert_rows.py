@@ -32,7 +32,8 @@ from shardc import torch_compat
 from shardc.frontend.expert_masks import EXPERTS, Chosen, Masks, choice_of, layout, shape_of
 from shardc.frontend.expert_replay import Batch, NotAlikeError, Recording, Root, replayed
 from shardc.frontend.memory_writes import is_written
-from shardc.frontend.selected_rows import Questions, SelectedRows, harmless
+from shardc.frontend.row_selection import Questions, harmless
+from shardc.frontend.selected_rows import SelectedRows
 from shardc.ir.diagnostic import error
 from shardc.ir.trees import flatten
 

@@ -5,7 +5,7 @@ changes its shape: it is done on the whole tensor. All others become statements 
 float32 at least, so that what a step rounds to half precision is not rounded; a step that casts to float64, or from it,
 is refused.
 
-Longer than 400 lines: a table of operations, each of a few lines, which share what is above them.
+What changes shapes or takes parts is in `loop_shapes`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardc.frontend.loop_values import OPERATIONS, Dim, Index, Recorder, Same, Step, Symbol, Value, as_value, refuse
+from shardc.frontend.loop_values import (
+    OPERATIONS,
+    Dim,
+    Recorder,
+    Same,
+    Step,
+    Symbol,
+    Value,
+    as_value,
+    operation,
+    refuse,
+)
 
 Number = (int, float)
 HOISTED = (
@@ -27,14 +38,6 @@ HOISTED = (
     "reciprocal", "negative", "relu6", "mish", "softsign",
 )  # fmt: skip
 STATEMENTS = ("exp", "log", "abs", "sigmoid", "tanh", "relu", "sqrt", "rsqrt", "neg")
-
-
-def _operation(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        OPERATIONS.update(dict.fromkeys(names, function))
-        return function
-
-    return register
 
 
 def _recorder(*values: Any) -> Recorder:
@@ -81,17 +84,17 @@ for _name in HOISTED:
 OPERATIONS["log_sigmoid"] = OPERATIONS["logsigmoid"]  # as torch's function calls itself
 
 
-@_operation("contiguous", "clone", "identity")
+@operation("contiguous", "clone", "identity")
 def same(x: Any, **_: Any) -> Any:
     return x
 
 
-@_operation("dropout")
+@operation("dropout")
 def dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     return x if not training or p == 0.0 else refuse()
 
 
-@_operation("to", "type", "type_as", "float", "double", "half", "bfloat16")
+@operation("to", "type", "type_as", "float", "double", "half", "bfloat16")
 def to(x: Any, *args: Any, **kwargs: Any) -> Any:
     return cast_to(x, *args, **kwargs)
 
@@ -211,12 +214,12 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _comparison(_name)
 
 
-@_operation("max")
+@operation("max")
 def larger(a: Any, b: Any = None, **kwargs: Any) -> Any:
     return binary("maximum", a, b) if isinstance(b, (Symbol, Tensor)) and not kwargs else refuse()
 
 
-@_operation("minimum", "min")
+@operation("minimum", "min")
 def smaller(a: Any, b: Any = None, **kwargs: Any) -> Any:
     if not isinstance(b, (Symbol, Tensor)) or kwargs:
         refuse()
@@ -232,7 +235,7 @@ def keep(x: Any, mask: Symbol) -> Any:
     return x.recorder.emit("keep", [value, kept], dims, value.dtype)
 
 
-@_operation("masked_fill")
+@operation("masked_fill")
 def masked_fill(x: Any, mask: Any, value: Any) -> Any:
     mask = _symbol(_recorder(x, mask), mask)
     if not isinstance(x, (Value, Step)) or isinstance(mask, Value) or type(value) not in Number or value:
@@ -240,7 +243,7 @@ def masked_fill(x: Any, mask: Any, value: Any) -> Any:
     return keep(x, OPERATIONS["logical_not"](mask))
 
 
-@_operation("where")
+@operation("where")
 def where(mask: Any, x: Any, y: Any) -> Any:
     recorder = _recorder(mask, x, y)
     mask = _symbol(recorder, mask)
@@ -252,7 +255,7 @@ def where(mask: Any, x: Any, y: Any) -> Any:
 
 
 # ------------------------------------------------------------------ sums
-@_operation("sum")
+@operation("sum")
 def summed(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     if kwargs or not isinstance(x, (Value, Step)):
         refuse()
@@ -270,7 +273,7 @@ def summed(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any
     return value.recorder.emit("dot", factors, kept, value.dtype, labels)
 
 
-@_operation("mean")
+@operation("mean")
 def mean(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     total = summed(x, dim, keepdim)
     return binary("mul", total, (total.shape.numel() or 1) / x.shape.numel())
@@ -289,7 +292,7 @@ def contracted(a: Any, at: int, b: Any, place: int, dims: Callable[[Value, Value
     return recorder.emit("dot", [x, y], result, promoted(x, y), (label,))
 
 
-@_operation("matmul", "bmm", "mm", "mv", "dot")
+@operation("matmul", "bmm", "mm", "mv", "dot")
 def matmul(a: Any, b: Any) -> Any:
     recorder = _recorder(a, b)
     if not any(isinstance(v, (Value, Step)) for v in (a, b)):
@@ -316,7 +319,7 @@ def matmul(a: Any, b: Any) -> Any:
     return contracted(a, a.ndim - 1, b, b.ndim - 2 if columns else 0, dims)
 
 
-@_operation("linear")
+@operation("linear")
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     recorder = _recorder(x, weight)
     y = contracted(x, x.ndim - 1, weight, 1, lambda p, q: [*p.dims[:-1], q.dims[0]])
@@ -335,7 +338,7 @@ def _plain(w: Any) -> Tensor:
     return w.tensor if isinstance(w, Same) else w
 
 
-@_operation("rnn_tanh_cell", "rnn_relu_cell")
+@operation("rnn_tanh_cell", "rnn_relu_cell")
 def rnn_cell(x: Any, h: Any, *weights: Any) -> Any:
     ((mine, other),) = _gates(x, h, 1, weights)
     return OPERATIONS["tanh"](binary("add", mine, other))
@@ -349,7 +352,7 @@ def rnn_relu_cell(x: Any, h: Any, *weights: Any) -> Any:
 OPERATIONS["rnn_relu_cell"] = rnn_relu_cell
 
 
-@_operation("gru_cell")
+@operation("gru_cell")
 def gru_cell(x: Any, h: Any, *weights: Any) -> Any:
     (r_in, r_state), (z_in, z_state), (n_in, n_state) = _gates(x, h, 3, weights)
     sigmoid = OPERATIONS["sigmoid"]
@@ -358,179 +361,10 @@ def gru_cell(x: Any, h: Any, *weights: Any) -> Any:
     return binary("add", new, binary("mul", update, binary("sub", h, new)))
 
 
-@_operation("lstm_cell")
+@operation("lstm_cell")
 def lstm_cell(x: Any, states: Any, *weights: Any) -> Any:
     h, c = states
     i, f, g, o = (binary("add", *parts) for parts in _gates(x, h, 4, weights))
     sigmoid, tanh = OPERATIONS["sigmoid"], OPERATIONS["tanh"]
     c = binary("add", binary("mul", sigmoid(f), c), binary("mul", sigmoid(i), tanh(g)))
     return binary("mul", sigmoid(o), tanh(c)), c
-
-
-# ------------------------------------------------------------------ shapes
-def _outer(x: Step, dim: int) -> int:
-    """A dim of one step's part, as a dim of the whole tensor."""
-    dim %= max(1, x.ndim)
-    return dim if dim < x.time else dim + 1
-
-
-@_operation("transpose", "swapaxes")
-def transpose(x: Any, a: int, b: int) -> Any:
-    if isinstance(x, Same):
-        return Same(x.recorder, x.tensor.transpose(a, b))
-    if isinstance(x, Step):
-        return Step(x.recorder, x.base.transpose(_outer(x, a), _outer(x, b)), x.time)
-    order = list(range(x.ndim))
-    order[a], order[b] = order[b], order[a]
-    return Value(x.recorder, x.dtype, tuple(x.dims[d] for d in order), x.name)
-
-
-@_operation("t")
-def t(x: Any) -> Any:
-    return transpose(x, 0, 1) if x.ndim == 2 else refuse()
-
-
-@_operation("permute")
-def permute(x: Any, *dims: Any) -> Any:
-    order = [d % x.ndim for d in (dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)]
-    if isinstance(x, Same):
-        return Same(x.recorder, x.tensor.permute(order))
-    if isinstance(x, Step):
-        return Step(x.recorder, x.base.permute(x.time, *(_outer(x, d) for d in order)), 0)
-    return Value(x.recorder, x.dtype, tuple(x.dims[d] for d in order), x.name)
-
-
-@_operation("unsqueeze")
-def unsqueeze(x: Any, dim: int) -> Any:
-    dim %= x.ndim + 1
-    return get(x, (*(slice(None),) * dim, None))
-
-
-@_operation("squeeze")
-def squeeze(x: Any, dim: int) -> Any:
-    return get(x, (*(slice(None),) * (dim % x.ndim), 0)) if x.shape[dim] == 1 else x
-
-
-@_operation("select")
-def select(x: Any, dim: int, index: Any) -> Any:
-    return get(x, (*(slice(None),) * (dim % x.ndim), index))
-
-
-@_operation("view", "reshape")
-def reshape(x: Any, *shape: Any) -> Any:
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if any(type(n) is not int for n in sizes):
-        refuse()
-    if isinstance(x, Same):
-        return Same(x.recorder, x.tensor.reshape(*sizes))
-    if isinstance(x, Step):
-        sizes = torch.empty(x.shape, device="meta").reshape(*sizes).shape
-        return Step(x.recorder, x.base.movedim(x.time, 0).reshape(x.base.shape[x.time], *sizes), 0)
-    sizes = torch.empty(x.shape, device="meta").reshape(*sizes).shape
-    if [n for n in sizes if n != 1] != [n for n in x.shape if n != 1]:
-        refuse()
-    labels = iter([d for d in x.dims if d is not None])
-    return Value(x.recorder, x.dtype, tuple(None if n == 1 else next(labels) for n in sizes), x.name)
-
-
-@_operation("chunk")
-def chunk(x: Any, chunks: int, dim: int = 0) -> Any:
-    if isinstance(x, Same):
-        return tuple(Same(x.recorder, part) for part in x.tensor.chunk(chunks, dim))
-    if isinstance(x, Step):
-        return tuple(Step(x.recorder, part, x.time) for part in x.base.chunk(chunks, _outer(x, dim)))
-    return refuse()
-
-
-@_operation("split")
-def split(x: Any, sizes: Any, dim: int = 0) -> Any:
-    if isinstance(x, Same):
-        return tuple(Same(x.recorder, part) for part in x.tensor.split(sizes, dim))
-    if isinstance(x, Step):
-        return tuple(Step(x.recorder, part, x.time) for part in x.base.split(sizes, _outer(x, dim)))
-    return refuse()
-
-
-# ------------------------------------------------------------------ indexing
-def full_key(key: Any, ndim: int) -> list[Any]:
-    """A key with an entry for each dim."""
-    entries = list(key) if isinstance(key, tuple) else [key]
-    if not all(e is None or e is Ellipsis or type(e) in (int, slice, Index) for e in entries):
-        refuse()
-    free = ndim - sum(1 for e in entries if e is not None and e is not Ellipsis)
-    if Ellipsis in [e for e in entries if type(e) is not Index]:
-        place = next(i for i, e in enumerate(entries) if e is Ellipsis)
-        entries[place : place + 1] = [slice(None)] * free
-    else:
-        entries += [slice(None)] * free
-    return entries
-
-
-def window(of: Recorder, entry: Any, size: int) -> tuple[int, int] | None:
-    """Where the steps' parts of a dim begin, and how wide each is, of a slice by the number of the step."""
-    if type(entry) is not slice or not any(type(e) is Index for e in (entry.start, entry.stop)):
-        return None
-    start, stop = entry.start, entry.stop
-    if entry.step is not None or type(stop) is not Index:
-        refuse()
-    start = Index(0, 0) if start is None else start
-    if type(start) is not Index or start.factor != stop.factor or stop.offset - start.offset != stop.factor:
-        refuse()
-    if start.offset < 0 or start.factor < 1 or start.offset + of.steps * start.factor > size:
-        refuse()
-    return start.offset, start.factor
-
-
-def position(of: Recorder, entry: Any, size: int) -> int:
-    """Where the first step's place is, of an index by the number of the step."""
-    if entry.factor != 1 or entry.offset < 0 or entry.offset + of.steps > size:
-        refuse()
-    return entry.offset
-
-
-@_operation("getitem", "__getitem__")
-def get(x: Any, key: Any) -> Any:
-    entries = full_key(key, x.ndim)
-    if isinstance(x, Value):
-        return _part_of_value(x, entries)
-    tensor, time = (x.tensor, None) if isinstance(x, Same) else (x.base, x.time)
-    place = 0
-    for entry in entries:
-        if entry is None:
-            tensor = tensor.unsqueeze(place)
-            time = time + 1 if time is not None and place <= time else time
-            place += 1
-            continue
-        place += place == time
-        wide = window(x.recorder, entry, tensor.shape[place])
-        if type(entry) is int:
-            tensor = tensor.select(place, entry)
-            time = time - 1 if time is not None and place < time else time
-        elif type(entry) is slice and wide is None:
-            tensor = tensor if entry == slice(None) else tensor[(*(slice(None),) * place, entry)]
-            place += 1
-        elif time is not None:
-            refuse()
-        elif wide is not None:
-            start, width = wide
-            part = tensor.narrow(place, start, x.recorder.steps * width)
-            tensor, time, place = part.unflatten(place, (x.recorder.steps, width)), place, place + 2
-        else:
-            start = position(x.recorder, entry, tensor.shape[place])
-            tensor, time, place = tensor.narrow(place, start, x.recorder.steps), place, place + 1
-    return Same(x.recorder, tensor) if time is None else Step(x.recorder, tensor, time)
-
-
-def _part_of_value(x: Value, entries: Sequence[Any]) -> Value:
-    dims: list[Dim] = []
-    rest = list(x.dims)
-    for entry in entries:
-        if entry is None:
-            dims.append(None)
-            continue
-        label = rest.pop(0)
-        if entry == slice(None) and type(entry) is slice:
-            dims.append(label)
-        elif type(entry) is not int or label is not None or entry not in (0, -1):
-            refuse()
-    return Value(x.recorder, x.dtype, tuple(dims), x.name)

@@ -7,7 +7,7 @@
                                   else: t = _done0["t"]; h = _done0["h"]; ...
 
 Only a loop whose body assigns to local names, stores into tensors at the step's index and appends to lists is
-rewritten. What else a body calls is looked into when it is called (`called` in `rolled_loops`): a Python function must
+rewritten. What else a body calls is looked into when it is called (`called` in `loop_body`): a Python function must
 be as plain, `plain_function` rewrites it. Line numbers stay what they are, so that sources of values do.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dis
 import linecache
 import types
 from collections.abc import Iterator, Sequence
@@ -30,18 +31,20 @@ PLAIN = (
     ast.boolop, ast.cmpop, ast.JoinedStr, ast.FormattedValue, ast.Raise, ast.Assert,
 )  # fmt: skip
 ROLLED = "shardc.frontend.rolled_loops"
+BODY = "shardc.frontend.loop_body"
 
 
 @dataclass(frozen=True)
 class Loop:
     """What is known of a loop from its source: names that its body assigns and reads, tensors that it stores into,
-    lists that it appends to, and names that are read elsewhere in the function."""
+    lists that it appends to, names that are read elsewhere in the function, and what it indexes by the step."""
 
     assigned: tuple[str, ...]
     read: tuple[str, ...]
     stored: tuple[str, ...]
     appended: tuple[str, ...]
     wanted: tuple[str, ...]
+    indexed: tuple[str, ...]  # names that its body indexes by the number of the step
     stacked: tuple[tuple[str, int], ...]  # lists that are only stacked or concatenated, and along which dim
 
 
@@ -123,7 +126,7 @@ def _helper(name: str) -> ast.expr:
     fromlist = ast.List([ast.Constant(name)], ast.Load())
     module = ast.Call(
         ast.Name("__import__", ast.Load()),
-        [ast.Constant(ROLLED), ast.Constant(None), ast.Constant(None), fromlist],
+        [ast.Constant(ROLLED if name == "roll" else BODY), ast.Constant(None), ast.Constant(None), fromlist],
         [],
     )
     return ast.Attribute(module, name, ast.Load())
@@ -156,6 +159,12 @@ def _is_loop(node: ast.AST) -> bool:
         and not node.orelse
         and _is_plain(node.body, in_loop=True)
     )
+
+
+def _indexed(subscripts: Sequence[ast.Subscript], step: ast.expr) -> tuple[str, ...]:
+    """The names that subscripts by the number of the step index."""
+    by_step = [n for n in subscripts if isinstance(step, ast.Name) and step.id in _names(n.slice, ast.Load)]
+    return tuple(dict.fromkeys(n.value.id for n in by_step if isinstance(n.value, ast.Name)))
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -244,6 +253,7 @@ class _Rewriter(ast.NodeTransformer):
             tuple(dict.fromkeys(stored)),
             tuple(dict.fromkeys(appended)),
             tuple(dict.fromkeys(outside)),
+            _indexed(subscripts, node.target),
             stacked,
         )
 
@@ -337,6 +347,11 @@ def _can_be_rewritten(function: ast.FunctionDef | None, code: CodeType) -> bool:
     private = [n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(function)
                if isinstance(n, (ast.Name, ast.Attribute))]  # fmt: skip
     return not any(name.startswith("__") and not name.endswith("__") for name in private)
+
+
+def has_loop(code: CodeType) -> bool:
+    """Has a function a `for`? The bytecode alone says so: most functions that name `range` need no parsing."""
+    return dis.opmap["FOR_ITER"] in code.co_code[::2]
 
 
 @lru_cache(maxsize=1024)

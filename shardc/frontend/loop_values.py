@@ -24,7 +24,11 @@ Dim = int | None  # a label; None for a dim of size 1
 
 
 class UnrolledError(Exception):
-    """A loop that is not one op."""
+    """A loop that is not one op. `why` is for the user; "" where the line of the body that did it says enough."""
+
+    def __init__(self, why: str = "") -> None:
+        super().__init__(why)
+        self.why = why
 
 
 def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -66,6 +70,7 @@ class Recorder:
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
+        self.over_time = False  # has the step indexed a tensor by its number?
         self.statements: list[tuple[str, str, tuple[str, ...], Any]] = []
         self.sizes: list[int] = []
         self.parents: list[int] = []
@@ -315,6 +320,16 @@ def as_value(recorder: Recorder, x: Any) -> Value:
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}  # torch's name of an operation -> what it is on stand-ins
+
+
+def operation(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function as what operations of these names are on stand-ins."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        OPERATIONS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:

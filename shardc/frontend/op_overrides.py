@@ -51,6 +51,9 @@ SEEDED = "draw from torch's generator as it is: every step draws anew, the same 
 _FIRST_NUMBER = 0x5EED << 40
 
 
+_FINE = 1 << 16  # whole numbers, of which each is drawn equally often but for one in 256 times
+
+
 def _refused_seed(*_: Any, **__: Any) -> Any:
     """In the place of what sets the seed of torch's generator."""
     raise error("SC111", "forward seeds torch's generator, of which a program knows nothing", hint=SEEDED)
@@ -138,6 +141,16 @@ class RandomOps:
         radius = ((1.0 - self.uniform(shape)).log() * -2.0).sqrt()
         return radius * (self.uniform(shape) * (2.0 * math.pi)).cos()
 
+    def whole(self, shape: Sequence[int], low: int, high: int) -> Tensor:
+        """Whole numbers in [low, high). The product is exact in float64, so that it never rounds up to high."""
+        fraction = self.uniform(shape).to(torch.float64)
+        if high - low > _FINE:  # there are 2^24 uniforms
+            fraction = fraction + self.uniform(shape).to(torch.float64) * 2.0**-24
+        return (fraction * float(high - low)).floor().to(torch.int64) + low
+
+    def permutation(self, count: int) -> Tensor:
+        return self.uniform([count]).argsort(stable=True)
+
     def decompositions(self) -> dict[OpOverload, Callable[..., Any]]:
         def dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
             if train is False or p == 0.0:
@@ -195,8 +208,42 @@ class RandomOps:
 
             return make
 
+        def randint(low: int, high: int, size: Sequence[int], *, dtype: Any = None, generator: Any = None, **_: Any):
+            _refuse_generator(generator)
+            return self.whole(size, low, high).to(dtype or torch.int64)
+
+        def randint_to(high: int, size: Sequence[int], **options: Any) -> Tensor:
+            return randint(0, high, size, **options)
+
+        def randint_like(x: Tensor, low: int, high: int, *, dtype: Any = None, generator: Any = None, **_: Any):
+            _refuse_generator(generator)
+            return self.whole(x.shape, low, high).to(dtype or x.dtype)
+
+        def randint_like_to(x: Tensor, high: int, **options: Any) -> Tensor:
+            return randint_like(x, 0, high, **options)
+
+        def random_(x: Tensor, low: int, high: int | None, *, generator: Any = None) -> Tensor:
+            _refuse_generator(generator)
+            if high is None:  # up to the largest of the dtype
+                return NotImplemented
+            return x.copy_(self.whole(x.shape, low, high))
+
+        def random_to(x: Tensor, high: int, *, generator: Any = None) -> Tensor:
+            return random_(x, 0, high, generator=generator)
+
+        def randperm(n: int, *, dtype: Any = None, generator: Any = None, **_: Any) -> Tensor:
+            _refuse_generator(generator)
+            return self.permutation(n).to(dtype or torch.int64)
+
         return {
             aten.native_dropout.default: dropout,
+            **dict.fromkeys((aten.randint.default, aten.randint.generator), randint_to),
+            **dict.fromkeys((aten.randint.low, aten.randint.low_generator), randint),
+            aten.randint_like.default: randint_like_to,
+            aten.randint_like.low_dtype: randint_like,
+            aten.random_.to: random_to,
+            getattr(aten.random_, "from"): random_,
+            **dict.fromkeys((aten.randperm.default, aten.randperm.generator), randperm),
             aten.native_dropout_backward.default: dropout_backward,
             aten.uniform_.default: uniform_,
             aten.normal_.default: normal_,

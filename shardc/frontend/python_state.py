@@ -188,7 +188,8 @@ def refuse_kept(tensors: Sequence[Tensor]) -> None:
     if not tensors:
         return
     forget(tensors)
-    places = [place for t in tensors for place in gc.get_referrers(t) if place is not tensors]
+    # One walk over all objects, not one a tensor: a process has a million of them.
+    places = [place for place in gc.get_referrers(*tensors) if place is not tensors]
     kinds = dict.fromkeys(type(place).__name__ for place in places if not isinstance(place, FrameType))
     if kinds:
         message = f"forward keeps tensors of a step where they cannot be taken back from: in a {' and a '.join(kinds)}"

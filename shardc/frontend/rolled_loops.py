@@ -4,12 +4,11 @@ A library's recurrence is a loop over the positions of a sequence (Mamba, RWKV, 
 (gated delta rules); traced as it is, a sequence of 4,096 makes hundreds of thousands of nodes, most of which time goes
 into before any pass runs. `active` gives the functions of a model's classes and modules other code meanwhile
 (`loop_source`). Where the loop is reached, `roll` runs its body once, on stand-ins (`loop_values`), and calls
-`shardc::scan` with what the body computes. A body that does anything else leaves the loop as it was.
+`shardc::scan` with what the body computes. A body that does anything else (`loop_body`) leaves the loop as it was, and
+a note says so (`loop_notes`).
 
 Since one step stands for all, a body may not depend on the number of the step but for indexing tensors, keep Python
 values from step to step, draw random numbers, or write to tensors other than at the step's index.
-
-Longer than 400 lines: what a body holds, what it may call and what comes of it are one set of conditions.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ import sys
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from shardc import torch_compat
-from shardc.frontend import loop_operations
-from shardc.frontend.loop_source import Loop, plain_function, with_rolled_loops
+from shardc.frontend.loop_body import Appended, Appends, Store, is_foreign
+from shardc.frontend.loop_notes import note_unrolled
+from shardc.frontend.loop_source import Loop, has_loop, with_rolled_loops
 from shardc.frontend.loop_values import (
-    OPERATIONS,
     Dim,
     Index,
-    Method,
     Recorder,
     Same,
     Step,
@@ -44,19 +42,14 @@ from shardc.ir.ops.scan import scan
 from shardc.ir.ops.scan_body import TIME, WITH_LETTERS
 
 FEWEST_STEPS = 8  # below, the loop's own ops are few, and can be sharded over time and fused
-PURE_BUILTINS = (len, int, float, tuple, range, zip, enumerate, reversed)
-MODULES = (
-    nn.Linear, nn.Identity, nn.Tanh, nn.Sigmoid, nn.ReLU, nn.SiLU, nn.Softplus, nn.Dropout, nn.RNNCell, nn.GRUCell,
-    nn.LSTMCell,
-)  # fmt: skip
 KNOWN = (Tensor, nn.Module, int, float, str, torch.Size, torch.dtype, torch.device, type(None))  # hold no stand-in
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 # ------------------------------------------------------------------ the functions of a model
 def _functions(model: nn.Module) -> Iterator[types.FunctionType]:
-    """The functions that a model's modules may call: those of their classes, and of the files these lie in."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__ if not _is_foreign(cls.__module__)}
+    """The functions that a model's modules may call: those of their classes, and of the files these lie in. Those of
+    transformers that only surround models (generation, loading) are left out: to parse their files takes long."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__ if _may_loop(cls.__module__)}
     holders: list[Mapping[str, Any]] = [vars(cls) for cls in classes]
     modules = {cls.__module__ for cls in classes}
     holders += [vars(sys.modules[name]) for name in modules if name in sys.modules]
@@ -66,13 +59,15 @@ def _functions(model: nn.Module) -> Iterator[types.FunctionType]:
             function: Any = getattr(value, "__func__", value)
             while isinstance(function, types.FunctionType) and id(function) not in seen:
                 seen.add(id(function))
-                if not _is_foreign(function.__module__ or ""):
+                if _may_loop(function.__module__ or ""):
                     yield function
                 function = getattr(function, "__wrapped__", None)
 
 
-def _is_foreign(module: str) -> bool:
-    return module.partition(".")[0] in ("torch", "builtins", "shardc", "abc", "typing", "collections")
+def _may_loop(module: str) -> bool:
+    """May a module's functions loop over time while a model runs?"""
+    of_library = module.startswith("transformers.") and not module.startswith("transformers.models.")
+    return not of_library and not is_foreign(module)
 
 
 @contextmanager
@@ -82,7 +77,7 @@ def active(model: nn.Module) -> Generator[None]:
     try:
         for function in _functions(model):
             code = function.__code__
-            if "range" in code.co_names and function.__name__ != "__init__":
+            if "range" in code.co_names and has_loop(code) and function.__name__ != "__init__":
                 rewritten = with_rolled_loops(code)
                 if rewritten is not None:
                     changed.append((function, code))
@@ -93,139 +88,6 @@ def active(model: nn.Module) -> Generator[None]:
             function.__code__ = code
 
 
-# ------------------------------------------------------------------ what a body holds
-class _Store:
-    """A tensor that steps store into, each at its index. Its values cannot be read."""
-
-    def __init__(self, recorder: Recorder, tensor: Tensor) -> None:
-        self._recorder, self._tensor = recorder, tensor
-        self.dtype, self.device, self.shape = tensor.dtype, tensor.device, tensor.shape
-        self.stored: tuple[Tensor, tuple[int, int, int | None], Symbol] | None = None
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if self.stored is not None:
-            refuse()
-        recorder, shape = self._recorder, self._tensor.shape
-        entries = loop_operations.full_key(key, len(shape))
-        places = [d for d, e in enumerate(entries) if not (type(e) is slice and e.start is e.stop is e.step is None)]
-        if len(places) != 1 or len(entries) != len(shape):
-            refuse()
-        (place,) = places
-        wide = loop_operations.window(recorder, entries[place], shape[place])
-        if wide is not None:
-            where = (place, *wide)
-            part = [*shape[:place], wide[1], *shape[place + 1 :]]
-        elif type(entries[place]) is Index:
-            where = (place, loop_operations.position(recorder, entries[place], shape[place]), None)
-            part = [*shape[:place], *shape[place + 1 :]]
-        else:
-            refuse()
-        symbol = (
-            value if isinstance(value, Symbol) else Same(recorder, value) if isinstance(value, Tensor) else refuse()
-        )
-        if list(symbol.shape) != part:
-            refuse()
-        self.stored = (self._tensor, where, symbol)
-
-
-class _List:
-    """A list that steps append to."""
-
-    def __init__(self) -> None:
-        self.values: list[Symbol] = []
-
-    def append(self, value: Any) -> None:
-        if self.values or not isinstance(value, (Value, Step)):
-            refuse()
-        self.values.append(value)
-
-
-class Appended(Sequence[Tensor]):
-    """What the steps of a loop have appended: one tensor, with the steps along a dim."""
-
-    def __init__(self, tensor: Tensor, dim: int) -> None:
-        self.tensor, self.dim = tensor, dim
-
-    def __len__(self) -> int:
-        return self.tensor.shape[self.dim]
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        return (
-            list(self.tensor.unbind(self.dim))[index]
-            if isinstance(index, slice)
-            else self.tensor.select(self.dim, index)
-        )
-
-
-def joined(function: Callable[..., Any], parts: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.stack` or `torch.cat` of a list, which a loop may have filled."""
-    if not isinstance(parts, Appended):
-        return function(parts, *args, **kwargs)
-    dim = kwargs.get("dim", args[0] if args else 0)
-    if function is torch.stack:
-        dim %= parts.tensor.ndim
-        return parts.tensor if dim == parts.dim else parts.tensor.movedim(parts.dim, dim).contiguous()
-    if function is torch.cat:
-        dim %= parts.tensor.ndim - 1
-        return parts.tensor.movedim(parts.dim, dim).flatten(dim, dim + 1)
-    return function(list(parts), *args, **kwargs)
-
-
-# ------------------------------------------------------------------ calls in a body
-def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call in the body of a loop: of torch, of a module of torch without hooks, or of a plain Python function."""
-    if isinstance(function, Method):
-        return function(*args, **kwargs)
-    if any(function is pure for pure in PURE_BUILTINS):
-        return function(*args, **kwargs)
-    if kwargs.get("out") is not None or kwargs.get("inplace"):
-        refuse()
-    leaves = [*args, *kwargs.values()]
-    symbolic = any(isinstance(x, Symbol) for arg in leaves for x in (arg if isinstance(arg, (tuple, list)) else [arg]))
-    if isinstance(function, nn.Module):
-        return _module(function, args, kwargs)
-    if isinstance(function, types.MethodType) and not _is_foreign(function.__func__.__module__ or ""):
-        return _plain(function.__func__)(function.__self__, *args, **kwargs)
-    if isinstance(function, types.FunctionType) and not _is_foreign(function.__module__ or ""):
-        return _plain(function)(*args, **kwargs)
-    name = getattr(function, "__name__", "")
-    of_tensor = isinstance(getattr(function, "__self__", None), Tensor)
-    if name not in OPERATIONS or not (of_tensor or _is_of_torch(function)) or (name == "dropout" and not symbolic):
-        refuse()
-    return function(*args, **kwargs)
-
-
-def unshared(value: Any) -> Any:
-    """What `x += y` in the body of a loop adds to: of a tensor or a list, others would see it."""
-    return value if type(value) in (int, float, str, tuple, Index) else refuse()
-
-
-def _is_of_torch(function: Any) -> bool:
-    name = getattr(function, "__name__", "")
-    home = (getattr(function, "__module__", None) or "").partition(".")[0]
-    return home == "torch" or any(getattr(of, name, None) is function for of in (torch, torch.special))
-
-
-def _plain(function: types.FunctionType) -> Callable[..., Any]:
-    return plain_function(function) or refuse()
-
-
-def _module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    is_called_otherwise = type(module).__call__ is not nn.Module.__call__
-    if any(getattr(module, hooks) for hooks in HOOKS) or "forward" in vars(module) or is_called_otherwise:
-        refuse()
-    if type(module) in MODULES:
-        return module.forward(*args, **kwargs)
-    forward = type(module).forward
-    if _is_foreign(type(module).__module__) or not isinstance(forward, types.FunctionType):
-        refuse()
-    return _plain(forward)(module, *args, **kwargs)
-
-
 # ------------------------------------------------------------------ a loop
 def roll(step: Callable[..., dict[str, Any]], steps: Any, names: dict[str, Any], known: tuple[Any, ...]) -> Any:
     """The values of names behind a loop that has become one op; None if it has not."""
@@ -234,14 +96,21 @@ def roll(step: Callable[..., dict[str, Any]], steps: Any, names: dict[str, Any],
     loop = Loop(*known)
     wider: dict[str, torch.Size] = {}
     while True:
+        recorder = Recorder(len(steps))
         try:
-            return _Roll(step, len(steps), names, loop, wider).results()
+            return _Roll(step, recorder, names, loop, wider).results()
         except _WiderStateError as state:
             wider[state.path] = state.shape
         except Exception as problem:
             if torch_compat.stops_recomputation(problem):
                 raise
+            if recorder.over_time or any(isinstance(names.get(name), Tensor) for name in loop.indexed):
+                note_unrolled(step.__code__, len(steps), problem)
             return None  # whatever a body makes of stand-ins: the loop as it is will say what is wrong, if anything is
+
+
+def unrolled(why: str) -> NoReturn:
+    raise UnrolledError(why)
 
 
 class _WiderStateError(UnrolledError):
@@ -256,22 +125,22 @@ class _Roll:
     def __init__(
         self,
         step: Callable[..., dict[str, Any]],
-        steps: int,
+        recorder: Recorder,
         names: dict[str, Any],
         loop: Loop,
         wider: Mapping[str, torch.Size],
     ) -> None:
-        self.names, self.loop, self.steps, self.wider = names, loop, steps, wider
-        self.recorder = Recorder(steps)
+        self.names, self.loop, self.steps, self.wider = names, loop, recorder.steps, wider
+        self.recorder = recorder
         self.states: dict[str, tuple[Value, Tensor]] = {}  # by path: name, and place in a tuple
-        self.stores: dict[str, _Store] = {}
-        self.lists: dict[str, _List] = {}
+        self.stores: dict[str, Store] = {}
+        self.lists: dict[str, Appends] = {}
         self.given: list[Tensor] = []
         self.widened: list[tuple[str, int]] = []  # states, and dims that the first step does not have
         parameters = step.__code__.co_varnames[: step.__code__.co_argcount]
         self.index = parameters[0]
         if self.index in loop.assigned:
-            refuse()
+            unrolled(f"a step assigns to {self.index}")
         self.after = step(Index(), *(self._given(name) for name in parameters[1:]))
 
     def _given(self, name: str) -> Any:
@@ -279,13 +148,13 @@ class _Roll:
         if name in loop.appended:
             others = [other for key, other in self.names.items() if key != name and key in (*loop.read, *loop.appended)]
             if name in loop.assigned or type(value) is not list or any(other is value for other in others):
-                refuse()
-            self.lists[name] = _List()
+                unrolled(f"{name} is no list, or has another name too")
+            self.lists[name] = Appends()
             return self.lists[name]
         if name in loop.stored:
             if name in loop.assigned or not isinstance(value, Tensor):
-                refuse()
-            self.stores[name] = _Store(self.recorder, value)
+                unrolled(f"a step stores into {name}, which is no tensor, or assigns to it, too")
+            self.stores[name] = Store(self.recorder, value)
             return self.stores[name]
         if name in loop.assigned and name in loop.read and name in self.names:
             return self._state(name, value)
@@ -303,7 +172,7 @@ class _Roll:
         if type(value) is tuple:
             return tuple(self._state(f"{path}.{place}", part) for place, part in enumerate(value))
         if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
-            refuse()
+            unrolled(f"{path} is carried from step to step, and is no tensor of floats")
         narrow = value.shape
         value = value.expand(self.wider[path]) if path in self.wider else value
         state = self.recorder.state(f"s{len(self.states)}", value)
@@ -319,11 +188,11 @@ class _Roll:
         pairs = self._next()
         stored = [store.stored for store in self.stores.values() if store.stored is not None]
         if len(stored) != len(self.stores) or any(len(of.values) != 1 for of in self.lists.values()):
-            refuse()
+            unrolled("not every step stores, or appends, once")
         self._refuse_shared([tensor for tensor, _, _ in stored])
         lasts = {n: v for n, v in self.after.items() if n in self.loop.wanted and n in self.loop.assigned}
         if not all(self._is_known(name, value) for name, value in lasts.items()):
-            refuse()
+            unrolled("what a name is behind the loop depends on the number of the step")
         carried_on = {path for path, _, _, _ in pairs}
         yielded = [(of.values[0], self._stacked(name)) for name, of in self.lists.items()]
         yielded += [(symbol, place) for _, (place, _, _), symbol in stored]
@@ -332,7 +201,7 @@ class _Roll:
         self._refuse_widened_sums()
         body, inputs = self.recorder.body([(before, after) for _, before, after, _ in pairs], list(values.values()))
         if not any(TIME in letters for _, letters in body.inputs):
-            refuse()
+            unrolled("no step reads a part of its own of a tensor")
         ys, ends = scan(body, [_squeezed(initial, before) for _, before, _, initial in pairs], inputs)
         self.of_value = {
             name: (y, _count_present(v.dims[:place]), v.dims)
@@ -359,9 +228,9 @@ class _Roll:
         for name, value in ends.items():
             paths = [path for path in self.states if path.partition(".")[0] == name]
             if not paths and not isinstance(value, (Symbol, tuple)) and value is not self.names.get(name, value):
-                refuse()  # a Python value that the step has changed
+                unrolled(f"a step changes {name}, which is no tensor")  # a Python value that the step has changed
             if not paths and name in self.loop.read and name in self.names:
-                refuse()
+                unrolled(f"a step changes {name}, which is no tensor")
         for path, (before, initial) in self.states.items():
             end = _part(ends[path.partition(".")[0]], path)
             if not isinstance(end, (Symbol, Tensor)):
@@ -371,10 +240,10 @@ class _Roll:
                 if before.name not in read and not self._returned(before):
                     continue  # a name that each step assigns before it reads it
                 if path in self.wider or torch.broadcast_shapes(after.shape, before.shape) != after.shape:
-                    refuse()
+                    unrolled(f"{path} has another shape after each step")
                 raise _WiderStateError(path, after.shape)
             if not after.dtype.is_floating_point:
-                refuse()
+                unrolled(f"{path} is carried from step to step, and is no tensor of floats")
             for place in range(before.ndim):
                 label, other = before.dims[place], after.dims[place]
                 if label is not None and other is not None and not self.recorder.unify(label, other):
@@ -392,7 +261,7 @@ class _Roll:
                     continue
                 reached.add(name)
                 if op in WITH_LETTERS and recorder.root(label) in map(recorder.root, note):
-                    refuse()
+                    unrolled("the first step broadcasts a state that later steps sum")
 
     def _returned(self, value: Value) -> bool:
         """Does a step yield a state as it was, or carry it to another name?"""
@@ -411,7 +280,7 @@ class _Roll:
         read = {torch_compat.storage_of(t) for t in (*self.recorder.alive, *self.given, *bases)}
         initial = {torch_compat.storage_of(t) for _, t in self.states.values()}
         if len(set(memory)) != len(memory) or read.intersection(memory) or initial.intersection(memory):
-            refuse()
+            unrolled("a tensor that steps store into is read by another name")
 
     def _timed(self, symbol: Any, dim: int) -> Tensor:
         """A value of all steps, with the steps along a dim."""
@@ -460,7 +329,7 @@ class _Roll:
         dim = self._stacked(name)
         return Appended(self._timed(symbol, dim).contiguous(), dim)
 
-    def _fill(self, store: _Store) -> None:
+    def _fill(self, store: Store) -> None:
         assert store.stored is not None
         tensor, (place, start, width), symbol = store.stored
         value = self._timed(symbol, place)

@@ -5,16 +5,18 @@
     if not torch.isfinite(hidden).all(): ...           assumed to be finite
     pixels[is_real]                                    a mask of the batch that leaves out nothing: a copy
     if torch.rand([]) < self.layerdrop: continue       of a layer drop of 0
+    if self.mask_rate < 1: ...                         of a buffer that steps leave as it is
 
 The answer becomes part of the program, as a shape does. So each is checked in every step (`assume`): a batch that
-answers otherwise is refused. What depends on weights, on random numbers or on the batch's floating-point numbers is
-asked in vain (SC101): it would be another in the next step.
+answers otherwise is refused. What depends on weights, on random numbers, on the batch's floating-point numbers or on
+buffers that a step changes is asked in vain (SC101): it would be another in the next step.
 
 Longer than 400 lines: who may ask, what is answered and what each step checks of it are one set of conditions.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -28,7 +30,8 @@ from shardc.frontend.expert_rows import ExpertLoops, ExpertRows
 from shardc.frontend.layer_drop import LayerDrop
 from shardc.frontend.memory_writes import is_written, writes_of, writes_to
 from shardc.frontend.provenance import Origin
-from shardc.frontend.selected_rows import SelectedRows, places_of, put, select
+from shardc.frontend.row_selection import put
+from shardc.frontend.selected_rows import SelectedRows, places_of, select
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.ops.assumed import after, assume
 from shardc.ir.ops.ctc import ctc_loss
@@ -50,17 +53,24 @@ _PLACES: tuple[Any, ...] = (torch.nonzero, Tensor.nonzero, torch.where, torch.ar
 # Their results have as many elements as values say. `torch.unique` and others are wrappers of several functions.
 _COUNTED = ("repeat_interleave", "unique", "unique_consecutive", "_unique2", "unique_dim", "bincount")
 _CTC: tuple[Any, ...] = (torch.ctc_loss, functional.ctc_loss)
+_SPLITS: tuple[Any, ...] = (torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default)
 _FILLS = ("ones", "zeros", "full")
 _Value = Tensor | None
 
 
 class SampleValues:
-    """Answers for one recording. `samples`: by the traced inputs of the batch, what the sample batch has there."""
+    """Answers for one recording. `samples`: by the traced inputs of the batch, what the sample batch has there; `own`:
+    by the traced buffers, what the model has there."""
 
     refused = object()  # the answer to what cannot be answered
 
     def __init__(
-        self, samples: Sequence[tuple[Tensor, Tensor]], layers: LayerDrop, *, without_rows: bool = False
+        self,
+        samples: Sequence[tuple[Tensor, Tensor]],
+        layers: LayerDrop,
+        own: Sequence[tuple[Tensor, Tensor]] = (),
+        *,
+        without_rows: bool = False,
     ) -> None:
         self.layers = layers
         self.loops = ExpertLoops(self, Masks(self._numbers), forced=without_rows)
@@ -68,6 +78,8 @@ class SampleValues:
         self._samples = {
             node: real for traced, real in samples if _is_known(real) and (node := torch_compat.node_of(traced))
         }
+        self._own = {node: real for traced, real in own if _is_known(real) and (node := torch_compat.node_of(traced))}
+        self.asked: set[fx.Node] = set()  # the buffers of which answers depend
         self._assumed: set[tuple[fx.Node, str, int]] = set()
         self._expected: dict[fx.Node, bool] = {}  # truth values that say whether numbers are finite
         self._drawn: set[fx.Node] = set()  # in [0, 1)
@@ -190,6 +202,8 @@ class SampleValues:
             return self._counted(function, args, kwargs)
         if kwargs:
             return self.refused
+        if function is Tensor.__getitem__ and (by_places := self._behind_whole_dims(args[0], args[1])) is not None:
+            return by_places
         if function is Tensor.__getitem__ and (masked := _mask_of(args[0], args[1])) is not None:
             if (places := self._constant_places(masked[0])) is not None:
                 return args[0][(*places, *masked[1])]
@@ -233,7 +247,7 @@ class SampleValues:
             self._assume(node, "", lambda: t if finite else t.logical_not())
             return finite
         value = self._value(node)
-        if value is None or value.is_floating_point() or value.is_complex():
+        if value is None or value.is_complex() or (value.is_floating_point() and not self._is_own(node)):
             return self.refused
         with torch_compat.untraced():
             answer = function(value)
@@ -250,12 +264,29 @@ class SampleValues:
             places: list[list[int]] = [dim.tolist() for dim in value.nonzero(as_tuple=True)]
         return tuple(torch.tensor(dim) for dim in places)
 
+    def _behind_whole_dims(self, t: Tensor, key: Any) -> Tensor | None:
+        """`x[:, mask]` where the sample batch knows the mask: the places that it chooses there."""
+        keys: tuple[Any, ...] = key if isinstance(key, tuple) else ()
+        masks = [
+            i for i, one in enumerate(keys) if isinstance(one, Tensor) and one.dtype == torch.bool and one.dim() == 1
+        ]
+        if len(masks) != 1 or not masks[0] or any(one != slice(None) for i, one in enumerate(keys) if i != masks[0]):
+            return None
+        dim, mask = masks[0], keys[masks[0]]
+        node = _node(mask)
+        if node is None or t.shape[dim] != mask.shape[0] or (value := self._value(node)) is None:
+            return None
+        with torch_compat.untraced():
+            places: list[int] = value.nonzero().flatten().tolist()
+        self._assume_equal(node, mask, value)
+        return t.index_select(dim, torch.tensor(places)) if places else t.narrow(dim, 0, 0)
+
     def _of_numbers(self, data: Any, kwargs: Mapping[str, Any]) -> Any:
         """A tensor made of a list, some of whose numbers are tensors."""
         leaves, structure = flatten(data)
         numbers = [self._read(leaf, Tensor.item) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if any(number is self.refused for number in numbers):
-            return self.refused
+            return self._stacked(data, kwargs)
         with torch_compat.untraced():  # of tensors, torch takes the dtype; of Python's numbers, the default one
             typed = [
                 torch.tensor(number, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
@@ -264,6 +295,17 @@ class SampleValues:
             dtype = kwargs.get("dtype") or torch.tensor(torch_compat.unflatten(typed, structure)).dtype
         options: dict[str, Any] = {**kwargs, "dtype": dtype}
         return torch.tensor(torch_compat.unflatten(numbers, structure), **options)
+
+    def _stacked(self, data: Any, kwargs: Mapping[str, Any]) -> Any:
+        """A tensor of one dim made of scalars, which are what they are in each step."""
+        scalars = data if isinstance(data, (list, tuple)) else []
+        tensors = [one for one in scalars if isinstance(one, Tensor) and not isinstance(one, SelectedRows)]
+        dtypes = {one.dtype for one in tensors}
+        others = len(tensors) < len(scalars) or any(one.dim() for one in tensors)
+        if not kwargs.keys() <= {"dtype", "device"} or len(dtypes) != 1 or others:
+            return self.refused
+        dtype = kwargs.get("dtype") or dtypes.pop()
+        return torch.stack([one.detach().to(dtype) for one in tensors])
 
     def _counted(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Elements by counts, values without repeats: constants, where all that they are made of is of the batch."""
@@ -320,6 +362,7 @@ class SampleValues:
     def _assume_equal(self, node: fx.Node, t: Tensor, value: Tensor) -> None:
         wanted: dict[fx.Node, bool] = {}
         self._collect(node, wanted)
+        self.asked |= self._own.keys() & wanted.keys()
         if all(one.op != "placeholder" for one in wanted):
             return  # computed from constants, and the same in every step
         with torch_compat.untraced():
@@ -352,13 +395,17 @@ class SampleValues:
         wanted: dict[fx.Node, bool] = {}  # and whether it is asked by equality alone
         if not self._collect(node, wanted):
             return None
-        values: dict[fx.Node, Any] = {n: self._samples[n].cpu() for n in wanted if n.op == "placeholder"}
+        real = self._samples | self._own
+        values: dict[fx.Node, Any] = {n: real[n].cpu() for n in wanted if n.op == "placeholder"}
         values |= {n: torch_compat.recorded_constant(str(n.target)) for n in wanted if n.op == "get_attr"}
         with torch_compat.untraced():
             if any(torch_compat.mutates(n) for n in wanted):
                 values = {n: value.clone() for n, value in values.items()}
             for one in node.graph.nodes:
                 if one in wanted and one not in values:
+                    if (packed := _packed(one)) is not None:
+                        values[one] = values[packed]
+                        continue
                     known = values if not _reads_shapes(one) else values | _shaped(one.all_input_nodes)
                     args, kwargs = fx.map_arg((one.args, one.kwargs), known.__getitem__)
                     values[one] = one.target(*args, **kwargs)
@@ -374,16 +421,24 @@ class SampleValues:
             if one in wanted and wanted[one] <= compared:
                 continue
             wanted[one] = compared
-            if one.op == "placeholder":
+            if one.op == "placeholder" and one not in self._own:
                 sample = self._samples.get(one)
                 if sample is None or (sample.is_floating_point() and not compared):
                     return False
             if _is_random(one):
                 return False
             equality = getattr(one.target, "overloadpacket", None) in (torch.ops.aten.eq, torch.ops.aten.ne)
-            if not _reads_shapes(one):
+            if (packed := _packed(one)) is not None:
+                todo.append((packed, compared))
+            elif not _reads_shapes(one):
                 todo += [(operand, compared or equality) for operand in one.all_input_nodes]
         return True
+
+    def _is_own(self, node: fx.Node) -> bool:
+        """Is a value computed from buffers alone?"""
+        wanted: dict[fx.Node, bool] = {}
+        self._collect(node, wanted)
+        return all(one in self._own for one in wanted if one.op == "placeholder")
 
     def _expect(self, t: Any, finite: bool) -> None:
         if isinstance(t, Tensor) and (node := _node(t)) is not None:
@@ -398,7 +453,7 @@ def assumed(graph: fx.Graph, origin_of: Callable[[fx.Node], Origin]) -> list[Dia
     return [
         Diagnostic(
             "SC128",
-            "forward asks for values of the batch; the program holds for batches that answer as this one does",
+            "forward asks for values of the batch, or of a buffer; the program holds while they are as they are now",
             "note",
             location=origin.source or None,
             source_text=origin.source_text or None,
@@ -407,6 +462,23 @@ def assumed(graph: fx.Graph, origin_of: Callable[[fx.Node], Origin]) -> list[Dia
         )
         for origin in lines.values()
     ]
+
+
+def _packed(node: fx.Node) -> fx.Node | None:
+    """What was joined to other tensors, and is split from them here: `cat([k, valid], -1).split([8, 1], -1)[1]`."""
+    split = node.args[0] if node.target is operator.getitem else None
+    joined = split.args[0] if isinstance(split, fx.Node) and split.target in _SPLITS else None
+    if not isinstance(split, fx.Node) or not isinstance(joined, fx.Node):
+        return None
+    if joined.target is not torch.ops.aten.cat.default or is_written(joined):
+        return None
+    operands, dims = cast("list[fx.Node]", joined.args[0]), joined.meta["val"].dim()
+    dim, along = ((cast(int, one.args[i]) if len(one.args) > i else 0) % dims for one, i in ((joined, 1), (split, 2)))
+    sizes = [one.shape[dim] for one in split.meta["val"]]
+    if dim != along or sizes != [one.meta["val"].shape[dim] for one in operands]:
+        return None
+    operand = operands[cast(int, node.args[1])]
+    return operand if operand.meta["val"].dtype == node.meta["val"].dtype else None
 
 
 def _reads_shapes(node: fx.Node) -> bool:

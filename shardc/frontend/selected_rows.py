@@ -12,8 +12,7 @@ Rows that are not chosen hold a harmless number, which what is computed of them 
 and what comes of them is dropped where rows are reduced. In between every call has to go row by row, by the rules of
 its ops. Where it does not, all rows are taken if the sample's mask chooses all, which each step then checks (SC512);
 else the model is refused (SC101). A size that depends on the mask is a tensor: the number of chosen rows.
-
-Longer than 400 lines: the masked form of each kind of call, which share how rows are put and dropped.
+What a selection is made of, and how it is written back, is in `row_selection`.
 """
 
 from __future__ import annotations
@@ -22,24 +21,38 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from itertools import dropwhile
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardc import torch_compat
-from shardc.frontend.row_wise import are_row_sums, follow, same_choice
-from shardc.ir.diagnostic import ShardcError, error
+from shardc.frontend.row_selection import (
+    Questions,
+    Selection,
+    alike,
+    beside,
+    count_of,
+    dropped,
+    first_selection,
+    flattened,
+    harmless,
+    is_mask,
+    mask_of_places,
+    name_of,
+    put,
+    put_rows,
+    refused,
+    sizes_of,
+    whole_rows,
+)
+from shardc.frontend.row_wise import are_row_sums, follow
+from shardc.ir.diagnostic import ShardcError
 from shardc.ir.ops.ctc import ctc_loss, left_aligned
 from shardc.ir.trees import flatten
 
 aten = torch.ops.aten
-HINT = (
-    "reduce the chosen rows (sum, mean, a loss), or write them back by the same mask; else keep all rows, and choose "
-    "with torch.where"
-)
-HARMLESS = 0.5  # logarithm, root and inverse of it and of one minus it are finite
 _T: Any = Tensor
 _SHAPES = (_T.shape.__get__, Tensor.size)
 _COUNTS = (Tensor.numel, torch.numel, Tensor.nelement)
@@ -60,31 +73,8 @@ _UNBOUNDED = ("log", "sqrt", "div", "pow", "exp", "norm", "reciprocal", "acos", 
               "cosine", "tan", "lgamma")  # parts of the names of calls whose slopes may be infinite  # fmt: skip
 
 
-class Questions(Protocol):
-    """What may be asked of the sample batch."""
-
-    refused: object
-
-    def answer(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
-    def assume(self, holds: Tensor) -> bool:
-        """Let each step check a truth value, if it holds for the sample; False if it does not, or is unknown."""
-        ...
-
-
-class SelectedRows(Tensor):
-    """`rows`, of which a `mask` over dim 0 chooses some; a tensor to whoever looks at it, of unknown length."""
-
-    rows: Tensor
-    mask: Tensor
-    questions: Questions
-    safe: bool  # rows that are not chosen hold a harmless number
-    places: tuple[Tensor, int] | None  # these are the coordinates, along a dim, of where a mask is true
-
-    @staticmethod
-    def of(rows: Tensor, mask: Tensor, questions: Questions, *, safe: bool = False) -> SelectedRows:
-        self = torch_compat.wrapper(SelectedRows, rows)
-        self.rows, self.mask, self.questions, self.safe, self.places = rows, mask, questions, safe, None
-        return self
+class SelectedRows(Selection):
+    """A selection that answers calls by their masked form."""
 
     def make_safe(self) -> None:
         """Let rows that are not chosen hold a harmless number."""
@@ -96,7 +86,7 @@ class SelectedRows(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _refused(str(func))
+        raise refused(str(func))
 
     @classmethod
     def __torch_function__(
@@ -115,8 +105,8 @@ class SelectedRows(Tensor):
         questions = selections[0].questions
         for selection in selections:
             if not questions.assume(selection.mask.all()):
-                raise _refused(_name_of(func))
-        args, named = _whole(args), _whole(named)
+                raise refused(name_of(func))
+        args, named = whole_rows(args), whole_rows(named)
         try:
             return func(*args, **named)
         except Exception as problem:
@@ -152,66 +142,65 @@ def places_of(mask: Tensor, questions: Questions, as_tuple: bool) -> Any:
     return tuple(selections)
 
 
-def put(t: Tensor, mask: Tensor, value: Any, questions: Questions) -> None:
-    """`t[mask] = value`: of one value for all places, of one for each chosen place, or of chosen rows."""
-    if isinstance(value, SelectedRows):
-        t.copy_(_put_rows(t, mask, value))
-        return
-    inner = t.dim() - mask.dim()
-    spread = mask.reshape(*mask.shape, *(1 for _ in range(inner)))
-    value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=t.dtype)
-    if value.dim() > inner and value.shape[0] != 1:  # a row for each place
-        if not questions.assume(mask.sum() == value.shape[0]):
-            raise _refused("an assignment of as many rows as the mask chooses")
-        t.copy_(t.masked_scatter(spread.expand_as(t), value.to(t.dtype).expand(value.shape[0], *t.shape[mask.dim() :])))
-        return
-    value = value.reshape(value.shape[1:]) if value.dim() > inner else value
-    t.copy_(torch.where(spread, value.to(t.dtype), t))
-
-
 # ------------------------------------------------------------------------------------------------ calls
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call that is given chosen rows yields; `_OTHERWISE` if it has no masked form."""
     first = args[0] if args else None
     if isinstance(first, SelectedRows):
         if func in _SHAPES:
-            sizes = _sizes(first)
+            sizes = sizes_of(first)
             return sizes[args[1]] if len(args) == 2 else sizes[kwargs["dim"]] if kwargs else sizes
         if func in _COUNTS:
-            count, each = _count(first), math.prod(first.rows.shape[1:])
+            count, each = count_of(first), math.prod(first.rows.shape[1:])
             return count * each if each != 1 else count
         if func is _T.__len__:
             return func(first.rows) if first.questions.assume(first.mask.all()) else _OTHERWISE
         if func in (*_SUMS, *_MEANS, *_BOOLS, *_EXTREMES):
             return _reduced(func, first, args[1:], kwargs)
-        if func is _T.__getitem__ and _is_mask(args[1]):
+        if func is _T.__getitem__ and is_mask(args[1]):
             return _again(first, args[1])
+        if func is _T.__getitem__ and isinstance(args[1], SelectedRows) and not alike(first, args[1]):
+            if not first.questions.assume(first.mask.all()):
+                return _OTHERWISE
+            return _looked_up(first.rows, args[1])
         if func in _SELECTS:
-            return _again(_flat(first), args[1].reshape(-1) if args[1].shape == first.rows.shape else args[1])
+            return _again(flattened(first), args[1].reshape(-1) if args[1].shape == first.rows.shape else args[1])
     if func in _CLASSES:
         return _classes(func, args, kwargs)
     if func in _CTC:
         return _ctc(args, kwargs)
     if func in _SCATTERS and len(args) == 3 and not kwargs and isinstance(args[2], SelectedRows):
-        scattered = _put_rows(args[0], args[1], args[2])
+        scattered = put_rows(args[0], args[1], args[2])
         return args[0].copy_(scattered) if func is Tensor.masked_scatter_ else scattered
-    if func is _T.__getitem__ and (mask := _by_places(first, args[1])) is not None:
-        return select(cast("Tensor", first), mask, _of(args[1]).questions)
-    if func is _T.__setitem__ and not isinstance(first, SelectedRows) and _is_mask(args[1]):
+    if func is _T.__getitem__ and (mask := mask_of_places(first, args[1])) is not None:
+        return select(cast("Tensor", first), mask, first_selection(args[1]).questions)
+    if func is _T.__getitem__ and isinstance(first, Tensor) and _is_position(args[1]):
+        return _looked_up(first, args[1])
+    if func is _T.__setitem__ and not isinstance(first, SelectedRows) and is_mask(args[1]):
         mask = cast("Tensor", args[1])
-        put(cast("Tensor", first), mask, args[2], _of(args[2]).questions)
+        put(cast("Tensor", first), mask, args[2], first_selection(args[2]).questions)
         return None
-    if func is _T.__setitem__ and (mask := _by_places(first, args[1])) is not None:
-        put(cast("Tensor", first), mask, args[2], _of(args[1]).questions)
+    if func is _T.__setitem__ and (mask := mask_of_places(first, args[1])) is not None:
+        put(cast("Tensor", first), mask, args[2], first_selection(args[1]).questions)
         return None
     if (options := _loss_options(func, args, kwargs)) is not None:
         return _loss(func, options)
     return _row_by_row(func, args, kwargs)
 
 
+def _is_position(index: Any) -> bool:
+    return isinstance(index, SelectedRows) and not index.rows.is_floating_point() and index.rows.dtype != torch.bool
+
+
+def _looked_up(table: Tensor, index: SelectedRows) -> SelectedRows:
+    """`table[index]`, where rows that are not chosen may hold no position of the table."""
+    positions = torch.where(beside(index), index.rows, 0)
+    return SelectedRows.of(table[positions], index.mask, index.questions)
+
+
 def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     head = next(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, SelectedRows))
-    name = _name_of(func)
+    name = name_of(func)
     writes = _writes(name)
     if writes and not isinstance(args[0], SelectedRows):
         return _OTHERWISE  # rows that were not chosen would be written, too
@@ -220,9 +209,9 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     elif name in _SHAPED and args[1:] and type(first := _first_size(args[1:])) is int and first != -1:
         return _OTHERWISE  # as many rows as it says, whatever the number of the chosen
     leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, SelectedRows)]
-    if any(not _alike(head, other) for other in leaves[1:]):
+    if any(not alike(head, other) for other in leaves[1:]):
         return _OTHERWISE
-    count = _count(head)
+    count = count_of(head)
     plain = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     weighted = any(not isinstance(leaf, SelectedRows) and leaf.requires_grad for leaf in plain)
     if not writes and (weighted or any(part in name for part in _UNBOUNDED)):
@@ -251,7 +240,7 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     made = list(dropwhile(lambda node: node is not last, last.graph.nodes))[1:]
     known = follow(made, nodes)
     if known is None and writes:
-        raise _refused(name)  # it has been done, and is not to be done again
+        raise refused(name)  # it has been done, and is not to be done again
     if known is None:
         return _OTHERWISE
 
@@ -265,7 +254,7 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
             return same
         node = torch_compat.node_of(value)
         if node not in known:
-            raise _refused(name)
+            raise refused(name)
         times = known[node]
         mask = head.mask if times == 1 else head.mask[:, None].expand(size, times).reshape(-1)
         return head.derived(value, mask)
@@ -318,20 +307,20 @@ def _reduced(func: Any, selection: SelectedRows, rest: tuple[Any, ...], kwargs: 
     every = dims or list(range(ndim))
     if func in _BOOLS:
         among = func in (torch.any, Tensor.any)
-        chosen = rows.bool() & _beside(selection) if among else rows.bool() | ~_beside(selection)
+        chosen = rows.bool() & beside(selection) if among else rows.bool() | ~beside(selection)
         return chosen.amax(every, keepdim) if among else chosen.amin(every, keepdim)
     if func in _EXTREMES:
-        least = "min" in _name_of(func)
+        least = "min" in name_of(func)
         limits = torch.finfo(rows.dtype) if rows.is_floating_point() else torch.iinfo(rows.dtype)
         beyond = (math.inf if least else -math.inf) if rows.is_floating_point() else limits.max if least else limits.min
-        filled = torch.where(_beside(selection), rows, beyond)
+        filled = torch.where(beside(selection), rows, beyond)
         return filled.amin(every, keepdim) if least else filled.amax(every, keepdim)
     if func in _MEANS and not (dtype or rows.dtype).is_floating_point:
         return _OTHERWISE
-    total = _dropped(selection).sum(every, keepdim=keepdim, dtype=dtype)
+    total = dropped(selection).sum(every, keepdim=keepdim, dtype=dtype)
     if func in _SUMS:
         return total
-    return total / (_count(selection) * math.prod(rows.shape[d] for d in every if d)).to(total.dtype)
+    return total / (count_of(selection) * math.prod(rows.shape[d] for d in every if d)).to(total.dtype)
 
 
 def _loss_options(func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
@@ -355,7 +344,7 @@ def _loss(func: Any, options: dict[str, Any]) -> Any:
     if rows is _OTHERWISE or reduction == "none":
         return rows
     if reduction == "batchmean":
-        return _dropped(rows).sum() / _count(rows).to(rows.rows.dtype)
+        return dropped(rows).sum() / count_of(rows).to(rows.rows.dtype)
     return _reduced(torch.sum if reduction == "sum" else torch.mean, rows, (), {})
 
 
@@ -367,11 +356,11 @@ def _classes(func: Any, args: Any, kwargs: Any) -> Any:
     logits, target = options.pop("input"), options.pop("target")
     if not isinstance(logits, SelectedRows) or not isinstance(target, SelectedRows):
         return _OTHERWISE
-    if not _alike(logits, target) or logits.rows.dim() < 2:
+    if not alike(logits, target) or logits.rows.dim() < 2:
         return _OTHERWISE
     if target.rows.is_floating_point():
         return _loss(func, {"input": logits, "target": target, **options})
-    ignored = torch.where(_beside(target), target.rows, options["ignore_index"])
+    ignored = torch.where(beside(target), target.rows, options["ignore_index"])
     loss = func(harmless(logits.rows, logits.mask), ignored, **options)
     if options["reduction"] == "none":
         return SelectedRows.of(loss, logits.mask, logits.questions)
@@ -401,114 +390,9 @@ def _ctc(args: Any, kwargs: Any) -> Any:
     return ctc_loss(**options)
 
 
-# ------------------------------------------------------------------------------------------------ parts
-def _refused(what: str) -> ShardcError:
-    message = f"how many rows a mask chooses is known in a step alone, and {what} does not go row by row"
-    return error("SC101", message, hint=HINT)
-
-
-def _name_of(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
-
-
-def _of(value: Any) -> SelectedRows:
-    return next(leaf for leaf in flatten(value)[0] if isinstance(leaf, SelectedRows))
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype == torch.bool
-
-
-def _alike(a: SelectedRows, b: SelectedRows) -> bool:
-    if a.mask is b.mask:
-        return True
-    one, other = torch_compat.node_of(a.mask), torch_compat.node_of(b.mask)
-    return one is not None and other is not None and a.mask.shape == b.mask.shape and same_choice(one, other)
-
-
-def _beside(selection: SelectedRows) -> Tensor:
-    """The mask, with as many dims as the rows have."""
-    return selection.mask.reshape(-1, *(1 for _ in selection.rows.shape[1:]))
-
-
-def harmless(rows: Tensor, mask: Tensor) -> Tensor:
-    """Rows with a number in those that are not chosen; of it no gradient comes."""
-    number = HARMLESS if rows.is_floating_point() or rows.is_complex() else False if rows.dtype == torch.bool else 0
-    return torch.where(mask.reshape(-1, *(1 for _ in rows.shape[1:])), rows, number)
-
-
-def _dropped(selection: SelectedRows) -> Tensor:
-    zero = False if selection.rows.dtype == torch.bool else 0
-    return torch.where(_beside(selection), selection.rows, zero)
-
-
-def _count(selection: SelectedRows) -> Tensor:
-    """The number of chosen rows: of one mask, one tensor."""
-    mask: Any = selection.mask
-    if getattr(mask, "shardc_count", None) is None:
-        mask.shardc_count = mask.sum()
-    return mask.shardc_count
-
-
-def _sizes(selection: SelectedRows) -> Any:
-    if selection.questions.assume(selection.mask.all()):
-        return selection.rows.shape
-    return (_count(selection), *selection.rows.shape[1:])
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, SelectedRows):
-        return value.rows
-    if type(value) in (list, tuple):
-        return type(value)(_whole(item) for item in value)
-    if type(value) is dict:
-        return {key: _whole(item) for key, item in cast("dict[Any, Any]", value).items()}
-    return value
-
-
-def _flat(selection: SelectedRows) -> SelectedRows:
-    rows = selection.rows
-    each = math.prod(rows.shape[1:])
-    mask = selection.mask if each == 1 else selection.mask[:, None].expand(-1, each).reshape(-1)
-    return SelectedRows.of(rows.reshape(-1), mask, selection.questions)
-
-
 def _again(selection: SelectedRows, mask: Tensor) -> Any:
     """What a mask chooses of chosen rows."""
-    if not isinstance(mask, SelectedRows) or mask.rows.dim() != 1 or not _alike(selection, mask):
+    if not isinstance(mask, SelectedRows) or mask.rows.dim() != 1 or not alike(selection, mask):
         return _OTHERWISE
     both = selection.mask & mask.rows
     return SelectedRows.of(harmless(selection.rows, both), both, selection.questions, safe=True)
-
-
-def _by_places(t: Any, index: Any) -> Tensor | None:
-    """The mask by whose coordinates a tensor is indexed, where it is over the leading dims of the tensor."""
-    if isinstance(t, SelectedRows):
-        return None
-    indices = index if isinstance(index, tuple) else (index,)
-    held = [one.places if isinstance(one, SelectedRows) else None for one in cast("Sequence[Any]", indices)]
-    places = [one for one in held if one is not None]
-    if len(places) != len(held) or not places:
-        return None
-    mask = places[0][0]
-    whole = [dim for _, dim in places] == list(range(mask.dim())) and all(one is mask for one, _ in places)
-    return mask if whole and t.shape[: mask.dim()] == mask.shape else None
-
-
-def _put_rows(t: Tensor, mask: Tensor, value: SelectedRows) -> Tensor:
-    """`t` with chosen rows in the places of a mask: of the same mask each in its own place, of another in order."""
-    inner = math.prod(t.shape[mask.dim() :])
-    own, rest = value.rows, math.prod(value.rows.shape[1:])
-    chosen = mask.reshape(-1).clone()
-    one, other = torch_compat.node_of(chosen), torch_compat.node_of(value.mask)
-    spread = mask.reshape(*mask.shape, *(1 for _ in range(t.dim() - mask.dim())))
-    same = one is not None and other is not None and own.numel() == t.numel()
-    if same and same_choice(one, other):  # pyright: ignore[reportArgumentType]
-        return torch.where(spread, own.reshape(t.shape).to(t.dtype), t)
-    if rest != inner or not value.questions.assume(chosen.sum() == value.mask.sum()):
-        raise _refused("an assignment by another mask")
-    order = value.mask.logical_not().to(torch.int8).argsort(stable=True)
-    place = (chosen.to(torch.int64).cumsum(0) - 1).clamp(0, own.shape[0] - 1)
-    taken = own[order[place]]
-    return torch.where(spread, taken.reshape(t.shape).to(t.dtype), t)

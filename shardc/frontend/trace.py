@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import torch_compat
-from shardc.frontend.buffers import buffers_after
+from shardc.frontend.buffers import buffers_after, refuse_asked
 from shardc.frontend.carried_state import carried, kept_in_caches, refuse_written_constants
 from shardc.frontend.cleanup import clean, constants_as_inputs
 from shardc.frontend.expert_notes import computed_for_all, refuse_other
@@ -33,7 +33,9 @@ from shardc.frontend.experts_form import grouped
 from shardc.frontend.function_caches import forget, nodes_remembered
 from shardc.frontend.layer_drop import LayerDrop, patterns
 from shardc.frontend.library_experts import library_experts
+from shardc.frontend.library_masks import masks_as_eager
 from shardc.frontend.local_mutation import rewritten
+from shardc.frontend.loop_notes import noting
 from shardc.frontend.loss_gradients import Hooks, gradients
 from shardc.frontend.model_outputs import output_tensors
 from shardc.frontend.op_overrides import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
@@ -87,7 +89,7 @@ def trace(
         admit_foreign(origins)
         step.before.clear_caches()
         changed_attributes = frozenset(change.attribute for change in step.before.changes())
-        notes = assumed(gm.graph, lambda node: origins.of.get(node, Origin()))
+        notes = [*assumed(gm.graph, lambda node: origins.of.get(node, Origin())), *step.loops.values()]
         notes += computed_for_all(step.values.loops, lambda node: origins.of.get(node, Origin()))
         diagnostics = notes + kept_in_caches(model, gm, step.remembered, step.constant())
         diagnostics += carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
@@ -102,7 +104,7 @@ def trace(
         random_diagnostics = generators.drawn()
         generators.restore()
     diagnostics += random_diagnostics
-    refuse_kept(step.recorded.held(but=[*inputs, step.random.seed]))
+    refuse_kept(step.recorded.held(but=[*inputs, *([] if (seed := step.random.seed) is None else [seed])]))
     batch_tensors = dict(zip(call.names, call.tensors, strict=True))
     refuse_shared_memory(model, batch_tensors, [*step.written_buffers, *step.written])
     diagnostics += written_inputs(step.written, batch_tensors)
@@ -221,8 +223,11 @@ class _Step:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(not self.forward_only))  # whatever the caller's mode
             stack.enter_context(torch_compat.hugging_face_patches(self.model))
+            stack.enter_context(torch_compat.unvalidated_distributions())
+            stack.enter_context(masks_as_eager(self.model))
             stack.enter_context(grouped(self.model))
             stack.enter_context(library_experts(self.model))
+            self.loops = stack.enter_context(noting())
             stack.enter_context(active(self.model))
             stack.enter_context(drawn_in_each_step(self.model))
             stack.enter_context(torch_compat.override_aten(overrides()))
@@ -263,11 +268,10 @@ class _Step:
         for stand_in in used.values():
             torch_compat.mark_parameter(stand_in)
         self.layers = LayerDrop(lambda node: origins.of.get(node, Origin()), self.forced)
-        self.values = SampleValues(
-            list(zip(inputs.values(), self.call.tensors, strict=True)),
-            self.layers,
-            without_rows=self.without_rows,
-        )
+        own = [(buffers[name], real) for name, real in self.buffers.items()]
+        samples = list(zip(inputs.values(), self.call.tensors, strict=True))
+        self.values = SampleValues(samples, self.layers, own, without_rows=self.without_rows)
+        nodes = {name: torch_compat.node_of(t) for name, t in buffers.items()}  # before a step writes to them
         stand_ins = StandIns(self.model, used | buffers, self.params, self.values)
         with stand_ins.active(), self.layers.watching():  # until backward has run: checkpointing runs forward again
             args, kwargs = self.call.arguments(fed)
@@ -285,6 +289,8 @@ class _Step:
                 grads = gradients(root, {name: params[name] for name in self.trainable}, self.hooks)
                 stand_ins.refuse_changed()
             changed_buffers = buffers_after(self.model, buffers, used, stand_ins.places)
+            changing = (n for n, t in buffers.items() if changed_buffers[n] is not t or torch_compat.was_written(t))
+            refuse_asked(self.model, [name for name in changing if nodes[name] in self.values.asked])
         if stand_ins.value_reads:  # and caught: forward has gone on as it would not in eager PyTorch
             raise stand_ins.value_reads[0]
 

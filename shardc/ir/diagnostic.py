@@ -39,6 +39,7 @@ COMPILER_CODES: dict[str, Code] = {
         "drawn-number", "forward draws numbers by Python, or by a seed of its own, which no program draws anew"
     ),
     "SC112": Code("unfit-tensor", "a tensor of the model has no shape yet, no elements, or no plain memory"),
+    "SC113": Code("loop-unrolled", "a loop over time is traced step by step, since its body is no step of a scan"),
     "SC120": Code("frozen-state", "a tensor of the model would become a constant of the program"),
     "SC121": Code("shared-memory", "two tensors of the model lie in the same memory, and a step changes one of them"),
     "SC122": Code("gradient-hook", "a hook on a parameter acts in a way that a program cannot"),

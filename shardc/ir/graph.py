@@ -24,6 +24,7 @@ from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.provenance import NO_CAUSE, Cause, Derivation, Requirement
 from shardc.ir.types import Axes, TensorType
+from shardc.torch_compat import add_node
 
 KEY = "shardc"
 Phase = Literal["fwd", "bwd", "opt"]
@@ -185,7 +186,7 @@ class Graph:
         """Add a copy of another graph's node at the end. `table` has the copies of its operands, and then its own."""
         args = fx.map_arg(node.args, table.__getitem__)
         kwargs = fx.map_arg(node.kwargs, table.__getitem__) if node.kwargs else {}
-        table[node] = copied = _node(self.fx, node.op, node.target, args, kwargs, node.name)
+        table[node] = copied = add_node(self.fx, node.op, node.target, args, kwargs, node.name)
         copied.meta.update(node.meta)
         return copied
 
@@ -258,20 +259,7 @@ class Graph:
 # ---------------------------------------------------------------------- node helpers
 def insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
     """A call, at the graph's insertion point."""
-    return _node(graph, "call_function", target, args, kwargs or {})
-
-
-def _node(
-    graph: fx.Graph, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str | None = None
-) -> fx.Node:
-    """A node whose arguments are set after it is made, and without `Node.__setattr__`, which would take the node out of
-    the graph's table of ops and put it in again. Torch's `create_node` looks through arguments for symbolic sizes, and
-    no body has any. The two are half of the time that a copy takes."""
-    node = graph.create_node(op, target, name=name)
-    object.__setattr__(node, "args", args)
-    if kwargs:
-        object.__setattr__(node, "kwargs", dict(kwargs))
-    return node
+    return add_node(graph, "call_function", target, args, kwargs or {})
 
 
 def info(node: fx.Node) -> ValueInfo:

@@ -23,14 +23,17 @@ from torch import fx
 
 from shardc.ir.graph import LITERALS, Graph, info, operands, type_of
 from shardc.ir.ops.kernels import KERNELS
+from shardc.ir.types import TensorType
+from shardc.torch_compat import args_of
 
 META = torch.device("meta")
 Strides = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Storage:
-    """Memory of one rank, allocated for `value`, shared by its views."""
+    """Memory of one rank, allocated for `value`, shared by its views. It never changes; a frozen class takes three
+    times as long to make, and a graph has tens of thousands."""
 
     value: fx.Node
     bytes: int
@@ -93,28 +96,35 @@ def layouts(body: Graph) -> Layouts:
     operand_of: dict[fx.Node, Operand] = {}
     mesh = body.mesh
     in_order: dict[int, Operand] = {}  # by the id of a type, of which few are many values'
+    answers: dict[Any, Sequence[_Layout | None]] = {}  # by the id of an op, whose own hash is written in Python
 
-    def contiguous(value: fx.Node) -> Operand:
-        type = type_of(value)
-        operand = in_order.get(id(type))
-        if operand is None:
-            operand = in_order[id(type)] = _in_order(type.local_shape(mesh), type.dtype)
+    def contiguous(type: TensorType) -> Operand:
+        operand = in_order[id(type)] = _in_order(type.local_shape(mesh), type.dtype)
         return operand
 
     for node in body.placeholders:
-        operand_of[node] = operand = contiguous(node)
+        type_ = type_of(node)
+        operand_of[node] = operand = in_order.get(id(type_)) or contiguous(type_)
         storage_of[node] = Storage(node, operand.bytes)
     for node in body.calls():
-        results = _layouts(node, operand_of)
-        for value, position in yields(node):
-            operand_of[value] = operand = contiguous(value)
+        args = args_of(node)
+        results: Sequence[_Layout | None] = ()
+        if (args and type(args[0]) is fx.Node) or node.all_input_nodes:
+            arguments = _frozen_arguments(node, args, operand_of)
+            key = (id(node.target), *arguments)
+            known = answers.get(key)
+            results = answers[key] = _ask(node.target, *arguments) if known is None else known
+        result_type = info(node).type
+        for value, position in ((node, 0),) if result_type is not None else yields(node):
+            type_ = result_type or type_of(value)
+            operand_of[value] = operand = in_order.get(id(type_)) or contiguous(type_)
             layout = results[position] if position < len(results) else None
             if layout is None or layout.shape != operand.shape:
                 storage_of[value] = Storage(value, operand.bytes)
                 continue
             if layout.strides != operand.strides:
                 operand_of[value] = _strided(operand.shape, layout.strides, operand.dtype, operand.bytes)
-            views, args = layout.views, node.args
+            views = layout.views
             if views is None:
                 storage_of[value] = Storage(value, operand.bytes)
             else:  # nearly always of the first argument
@@ -146,12 +156,21 @@ def _in_order(shape: tuple[int, ...], dtype: torch.dtype) -> Operand:
 
 def _layouts(node: fx.Node, operand_of: dict[fx.Node, Operand]) -> Sequence[_Layout | None]:
     """The layout of each result of a call; empty where torch cannot infer it: results then count as contiguous."""
-    args, kwargs = node.args, node.kwargs
-    if not (args and type(args[0]) is fx.Node) and not node.all_input_nodes:
-        return ()
-    positional = tuple([operand_of[arg] if type(arg) is fx.Node else frozen(arg, operand_of) for arg in args])
-    named = tuple([(name, frozen(arg, operand_of)) for name, arg in kwargs.items()]) if kwargs else ()
-    return _ask(node.target, positional, named)
+    return _ask(node.target, *_frozen_arguments(node, node.args, operand_of)) if node.all_input_nodes else ()
+
+
+def _frozen_arguments(
+    node: fx.Node, args: tuple[Any, ...], operand_of: dict[fx.Node, Operand]
+) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """The arguments and the keyword arguments of a call as parts of a key."""
+    kwargs = node.kwargs
+    positional = tuple(
+        [
+            operand_of[arg] if type(arg) is fx.Node else arg if type(arg) in LITERALS else frozen(arg, operand_of)
+            for arg in args
+        ]
+    )
+    return positional, tuple([(name, frozen(arg, operand_of)) for name, arg in kwargs.items()]) if kwargs else ()
 
 
 def frozen(arg: Any, operand_of: dict[fx.Node, Operand]) -> Any:

@@ -492,10 +492,10 @@ def _kernel(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh
     if any(not type.axes | type.partial_axes <= lies for type in results):
         lies |= _counted(node)
     faults = [f"makes {t} of what lies over {sorted(lies)}" for t in results if not t.axes | t.partial_axes <= lies]
-    # A softmax's own maximum goes (see above).
-    lost = {reduction for reduction in pending if reduction[1] == "sum"} - {
-        reduction for type in results for reduction in type.partial
-    }
+    # A softmax's own maximum goes (see above). Terms that a view lays side by side, one a rank, are no sum any more.
+    side_by_side = {axis for type in results for atom in type.atoms if atom.local(mesh) == 1 for axis in atom.axes}
+    kept = {reduction for type in results for reduction in type.partial}
+    lost = {(axis, kind) for axis, kind in pending - kept if kind == "sum" and axis not in side_by_side}
     return faults + ([f"loses what is pending: {_listed(lost)}"] if lost and results else [])
 
 

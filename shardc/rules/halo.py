@@ -12,7 +12,7 @@ is the op's padding, so that a rank's call runs without; what pads a last rank t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -282,7 +282,7 @@ class _Side:
 
 
 @contextmanager
-def _after(call: LocalCall, value: fx.Node) -> Iterator[Any]:
+def _after(call: LocalCall, value: fx.Node) -> Generator[Callable[[fx.Node], None], None, None]:
     """Behind the call and its results; what is then yielded to the function stands for the value to its readers."""
     graph, readers, last = call.graph, list(value.users), value
     while last.next.target is operator.getitem:

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardc.rules.halo import local_windows, tiled, unfit
 from shardc.rules.local import LocalCall, fill_padding
 from shardc.rules.notation import Dims, Notation
-from shardc.rules.registry import example, rule
+from shardc.rules.registry import by_block, example, rule
 
 aten = torch.ops.aten
 
@@ -117,6 +117,97 @@ for _op, _cases in ((aten.avg_pool2d_backward.default, POOLED), (aten.avg_pool3d
     )
 
 
+# ------------------------------------------------------------------------------------------------ by a whole number
+def _local_sizes(call: LocalCall) -> Any:
+    """Sizes of the result, and of what is named after an operand or a gradient."""
+    x, y = call.operand_shape(0), call.result_shape()
+    space = len(call.args["output_size"])
+    if "input_size" in call.args:
+        return call.with_args(output_size=list(x[-space:]), input_size=list(y))
+    return call.with_args(output_size=list(y[-space:]))
+
+
+def _means_to(op: Any, examples: Sequence[tuple[Any, ...]]) -> None:
+    """x -> means of as many equal parts, where it has such."""
+
+    @rule(op, localize=by_block(_local_sizes), examples=examples)
+    def forward(self: Dims, output_size: Sequence[int]) -> Notation:
+        sizes = zip(self.shape[-len(output_size) :], output_size, strict=True)
+        before, after, whole = _space(self, [n // m if m and n % m == 0 else 0 for n, m in sizes])
+        return Notation(f"{before} -> {after}", whole=whole, linear="joint")
+
+
+def _means_to_backward(op: Any, space: int, examples: Sequence[tuple[Any, ...]]) -> None:
+    @rule(op, examples=examples)
+    def backward(grad_output: Dims, self: Dims) -> Notation:
+        sizes = zip(self.shape[-space:], grad_output.shape[-space:], strict=True)
+        before, after, whole = _space(self, [n // m if m and n % m == 0 else 0 for n, m in sizes])
+        return Notation(f"{after}, {before} -> {before}", whole=whole, linear=(0,))
+
+
+def _nearest(
+    x: Dims, small: Sequence[int], large: Sequence[int], scales: Sequence[float | None]
+) -> tuple[str, str, str]:
+    """Each element `n` times, where n is a power of two: with others, which is the nearest is a matter of rounding."""
+    times = [m // n if n and m % n == 0 else 0 for n, m in zip(small, large, strict=True)]
+    exact = [n if n & (n - 1) == 0 and scale in (None, float(n)) else 0 for n, scale in zip(times, scales, strict=True)]
+    return _space(x, exact)
+
+
+def _repeats(ops: Any, space: int, examples: Sequence[tuple[Any, ...]]) -> None:
+    @rule(ops, localize=by_block(_local_sizes), examples=examples)
+    def forward(self: Dims, output_size: Sequence[int], *scales: float | None) -> Notation:
+        many, few, whole = _nearest(self, self.shape[-space:], output_size, scales)
+        return Notation(f"{few} -> {many}", whole=whole, linear="joint")
+
+
+def _repeats_backward(ops: Any, space: int, examples: Sequence[tuple[Any, ...]]) -> None:
+    @rule(ops, localize=by_block(_local_sizes), examples=examples)
+    def backward(
+        grad_output: Dims, output_size: Sequence[int], input_size: Sequence[int], *scales: float | None
+    ) -> Notation:
+        many, few, whole = _nearest(grad_output, input_size[-space:], output_size, scales)
+        return Notation(f"{many} -> {few}", whole=whole, linear="joint")
+
+
+_means_to(aten._adaptive_avg_pool2d.default, [((4, 3, 6, 6), [2, 3]), ((3, 5, 7), [2, 2]), ((3, 8, 6), [4, 4])])
+_means_to(aten._adaptive_avg_pool3d.default, [((2, 3, 4, 6, 6), [2, 3, 2])])
+_means_to_backward(
+    aten._adaptive_avg_pool2d_backward.default, 2, [((4, 3, 2, 3), (4, 3, 6, 6)), ((3, 4, 4), (3, 8, 6))]
+)
+_means_to_backward(aten._adaptive_avg_pool3d_backward.default, 3, [((2, 3, 2, 3, 2), (2, 3, 4, 6, 6))])
+_repeats(
+    [aten.upsample_nearest1d.default, aten._upsample_nearest_exact1d.default],
+    1,
+    [((4, 3, 6), [12]), ((4, 3, 6), [18]), ((4, 3, 6), [12], 2.1)],
+)
+_repeats(
+    [aten.upsample_nearest2d.default, aten._upsample_nearest_exact2d.default],
+    2,
+    [((4, 3, 5, 6), [10, 12]), ((4, 3, 4, 6), [16, 9])],
+)
+_repeats(
+    [aten.upsample_nearest3d.default, aten._upsample_nearest_exact3d.default],
+    3,
+    [((4, 3, 2, 5, 6), [4, 7, 12])],
+)
+_repeats_backward(
+    [aten.upsample_nearest1d_backward.default, aten._upsample_nearest_exact1d_backward.default],
+    1,
+    [((4, 3, 12), [12], [4, 3, 6]), ((4, 3, 18), [18], [4, 3, 6])],
+)
+_repeats_backward(
+    [aten.upsample_nearest2d_backward.default, aten._upsample_nearest_exact2d_backward.default],
+    2,
+    [((4, 3, 10, 12), [10, 12], [4, 3, 5, 6])],
+)
+_repeats_backward(
+    [aten.upsample_nearest3d_backward.default, aten._upsample_nearest_exact3d_backward.default],
+    3,
+    [((4, 3, 4, 7, 12), [4, 7, 12], [4, 3, 2, 5, 6])],
+)
+
+
 # ------------------------------------------------------------------------------------------------ space as a whole
 def _windowed(x: Dims, space: int) -> tuple[str, str, str]:
     """Before and after an op that works on the last `space` dims, and those dims."""
@@ -188,14 +279,7 @@ _max_window_backward(
     2,
     [example((4, 3, 2, 3), (4, 3, 6, 6), (4, 3, 2, 3), ints={"indices": 36})],
 )
-_linear_window(aten._adaptive_avg_pool2d.default, 2, [((4, 3, 6, 6), [2, 3]), ((3, 5, 7), [2, 2])])
-_linear_window(aten._adaptive_avg_pool3d.default, 3, [((2, 3, 4, 6, 6), [2, 3, 2])])
-_linear_window([aten.upsample_nearest1d.default, aten._upsample_nearest_exact1d.default], 1, [((4, 3, 6), [12])])
 _linear_window(aten.upsample_linear1d.default, 1, [((4, 3, 6), [12], False)])
-_linear_window([aten.upsample_nearest2d.default, aten._upsample_nearest_exact2d.default], 2, [((4, 3, 5, 6), [10, 12])])
-_linear_window(
-    [aten.upsample_nearest3d.default, aten._upsample_nearest_exact3d.default], 3, [((4, 3, 2, 5, 6), [4, 7, 12])]
-)
 _linear_window(aten.upsample_trilinear3d.default, 3, [((4, 3, 2, 5, 6), [4, 7, 12], False)])
 _linear_window(
     [aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default] + _antialiased(""),
@@ -207,8 +291,6 @@ _linear_window([aten.reflection_pad2d.default, aten.replication_pad2d.default], 
 _linear_window(
     [aten.reflection_pad3d.default, aten.replication_pad3d.default], 3, [((4, 3, 2, 5, 6), [1, 2, 0, 1, 1, 0])]
 )
-_linear_window_backward(aten._adaptive_avg_pool2d_backward.default, 2, [((4, 3, 2, 3), (4, 3, 6, 6))])
-_linear_window_backward(aten._adaptive_avg_pool3d_backward.default, 3, [((2, 3, 2, 3, 2), (2, 3, 4, 6, 6))])
 _linear_window_backward(
     [aten.reflection_pad1d_backward.default, aten.replication_pad1d_backward.default],
     1,
@@ -224,22 +306,7 @@ _linear_window_backward(
     3,
     [((4, 3, 3, 6, 9), (4, 3, 2, 5, 6), [1, 2, 0, 1, 1, 0])],
 )
-_resize_backward(
-    [aten.upsample_nearest1d_backward.default, aten._upsample_nearest_exact1d_backward.default],
-    1,
-    [((4, 3, 12), [12], [4, 3, 6])],
-)
 _resize_backward(aten.upsample_linear1d_backward.default, 1, [((4, 3, 12), [12], [4, 3, 6], False)])
-_resize_backward(
-    [aten.upsample_nearest2d_backward.default, aten._upsample_nearest_exact2d_backward.default],
-    2,
-    [((4, 3, 10, 12), [10, 12], [4, 3, 5, 6])],
-)
-_resize_backward(
-    [aten.upsample_nearest3d_backward.default, aten._upsample_nearest_exact3d_backward.default],
-    3,
-    [((4, 3, 4, 7, 12), [4, 7, 12], [4, 3, 2, 5, 6])],
-)
 _resize_backward(
     aten.upsample_trilinear3d_backward.default, 3, [((4, 3, 4, 7, 12), [4, 7, 12], [4, 3, 2, 5, 6], False)]
 )

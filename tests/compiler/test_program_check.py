@@ -218,3 +218,36 @@ def test_nothing_compiled_is_refused(model: Model, plan: str) -> None:
 
 def test_each_field_of_the_record_is_checked() -> None:
     assert RECORD.keys() == PlanRecord.__annotations__.keys()
+
+
+class Softmax(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(8, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).softmax(-1).square().mean()
+
+
+@pytest.mark.parametrize("width", [7, 8])
+def test_a_kernel_may_lay_pending_statistics_side_by_side(width: int) -> None:
+    """The terms of a split softmax's sum become a dim, one a rank, in the kernel that concatenates them."""
+    program = shardc.compile(
+        Softmax(width), torch.randn(3, 8), mesh="dp=2", plan={"params": {"up.weight": "dp, -"}, "fuse": True}
+    )
+    assert any("fused_cat" in str(node.args) for node in program.body.calls())
+    assert Program.from_json(program.to_json()).body
+
+
+def test_a_kernel_that_drops_a_pending_sum_is_refused() -> None:
+    program = shardc.compile(
+        Softmax(8), torch.randn(3, 8), mesh="dp=2", plan={"params": {"up.weight": "dp, -"}, "fuse": True}
+    )
+    content = json.loads(program.to_json())["content"]
+    said, wanted = "f32[2@dp, 2, 3, 1]", "f32[1, 2, 3, 1]"  # no longer one term a rank, but a sum
+    nodes = content["body"]["nodes"]
+    (call,) = [n for n in nodes if said in n.get("results", ())]
+    (statistics,) = [n for n in nodes if n.get("item") == [call["name"], 0]]
+    call["results"], statistics["type"] = [wanted], wanted
+    with pytest.raises(ShardcError, match="loses what is pending: sum dp"):
+        Program.from_json(forged(program.to_json(), content))

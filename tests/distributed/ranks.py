@@ -30,6 +30,8 @@ PRELOADED = [
     "shardc",
     "torch.distributed.checkpoint",
     "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
     "examples.gpt2",
     "tests.handmade",
     "tests.ir.test_ops",

@@ -14,7 +14,7 @@ from tests.distributed.ranks import start
 WORKER = Path(__file__).parent / "experts_worker.py"
 LAYERS, ELEMENTS = 2, 4 * 32 * 48  # of the experts' down projections, of a layer
 SENT = ("all-to-all zero3", "all-to-all ep4", "all-to-all, turned", "all-to-all pipeline")
-LONG = ("zero3", *SENT, "capacity of all", "capacity pipeline", "capacity zero3", "overflow pipeline")
+LONG = ("dp2ep2", "zero3", *SENT, "capacity of all", "capacity pipeline", "capacity zero3", "overflow pipeline")
 DROPS = ("capacity", "capacity pipeline", "capacity zero3")
 OVERFLOWS = ("overflow", "overflow pipeline")
 PARTS: dict[str, int] = dict.fromkeys(("zero3", *SENT), 4)  # of which a rank has one

@@ -78,6 +78,7 @@ def torchrun(folder: Path) -> None:
     assert ended.returncode == 0, (folder / "log").read_text()[-5000:]
 
 
+@pytest.mark.long  # `test_combined.py` and the user story train in ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("under", "steps", "falls_to"), [("forked", 6, 0.95), pytest.param("torchrun", 20, 0.8, marks=pytest.mark.long)]

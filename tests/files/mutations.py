@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 ODD: tuple[Any, ...] = (None, True, -1, 0, 1 << 70, 0.5, "", "..", "x" * 5000, [], {}, [[]], {"a": {}}, float("nan"))
@@ -74,13 +75,17 @@ def _hook(name: str, args: tuple[Any, ...]) -> None:
         done.append(f"{name} {args!r}")
 
 
-sys.addaudithook(_hook)
+@cache
+def _install() -> None:
+    """At first use: from then on each `id()` of the process calls the hook."""
+    sys.addaudithook(_hook)
 
 
 @contextmanager
 def nothing_done(*, reads: bool = True) -> Generator[None]:
     """Fails if what runs inside opens a file for writing, changes the file system, starts a process or connects; where
     it only `reads`, also if it executes code that no file holds (a compiler does: it writes Python of its own)."""
+    _install()
     done: list[str] = []
     _watches.append((done, reads))
     try:

@@ -20,6 +20,7 @@ import shardc
 from shardc import Plan, ShardcError
 from tests.files.mutations import ODD, mutated, mutated_text, nothing_done
 
+pytestmark = pytest.mark.audited
 WRITTEN = [path.read_text() for path in sorted((Path(__file__).parents[2] / "configs/plans").glob("*.yaml"))]
 FITTING = [
     """

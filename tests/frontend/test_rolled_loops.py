@@ -315,6 +315,7 @@ def test_code_is_put_back() -> None:
     assert Loops.elman.__code__ is before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["elman", "leaky", "cells", "widened"])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3"])
 def test_compiled(form: str, mesh: str) -> None:
@@ -381,6 +382,7 @@ LIBRARY: dict[tuple[str, str], tuple[Callable[[int], list[Any]], dict[str, Any]]
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "name"), LIBRARY, ids=lambda name: str(name))
 @pytest.mark.parametrize("steps", [20, 71])
 def test_functions_of_transformers(model: str, name: str, steps: int, scans: list[str]) -> None:

@@ -218,3 +218,22 @@ def test_a_full_cache_is_emptied_too() -> None:
     ramp(5)
     shardc.compile(Ramp(6, 6), torch.randn(4, 6), mesh="dp=2")
     assert type(ramp(6)) is Tensor
+
+
+class Scalars(nn.Module):
+    """A tensor made of scalars that no step has in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = torch.tensor([x[0].max(), x[1].max()])
+        return (self.a(x) * largest[0]).square().mean() + largest.sum()
+
+
+def test_scalars_of_a_step_stay_its_own() -> None:
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(2)]
+    program = shardc.compile(Scalars().double(), batches[0], mesh="dp=2", plan={"inputs": {"x": "dp, -"}})
+    assert all(program.verify(batch=batch).ok for batch in batches)

@@ -155,6 +155,14 @@ def views_in_place(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor
     return x.square().mean()
 
 
+def rows_behind(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
+    """The places of some tokens, and those behind: of tokens that are not chosen there may be none."""
+    first = tokens[0]
+    behind = torch.argwhere(first[:-1] > 4).squeeze(1) + 1
+    wide = torch.argwhere(first > 4).squeeze(1) * 2 - 3  # no place, where a token is not chosen
+    return m.head(h[0][behind]).square().sum() + m.square(h[0][wide.clamp(0, 3)]).sum()
+
+
 def by_python_count(m: Masked, tokens: Tensor, mask: Tensor, h: Tensor) -> Tensor:
     x = m.head(h[mask])
     return x.square().sum() / x.shape[0] if x.shape[0] > 0 else h.sum() * 0
@@ -180,7 +188,7 @@ WORK = [
     *(mask_written_between, by_another_mask, by_two_equal_masks),
     *(mean, total, cross_entropy, cross_entropy_sums, sparse_prediction, losses, scattered, scattered_by_index),
     *(masked_scatter, one_row, indices, of_logarithms, twice, columns, joined, in_place, extremes, by_python_count),
-    *(sorted_columns, larger_of_two, infinite_slopes, views_in_place),
+    *(sorted_columns, larger_of_two, infinite_slopes, views_in_place, rows_behind),
 ]
 
 
@@ -195,6 +203,7 @@ def equals_eager(model: nn.Module, trainer: shardc.Trainer, batch: Tensor) -> No
             torch.testing.assert_close(result.grads[name], parameter.grad, rtol=0, atol=1e-12, msg=name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chosen", WORK, ids=lambda chosen: chosen.__name__)
 def test_steps_are_those_of_eager_training(

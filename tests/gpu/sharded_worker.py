@@ -122,7 +122,7 @@ def compiled(case: Case) -> shardc.Program:
 
 
 def trained(trainer: Any, case: Case) -> dict[str, Any]:
-    """The loss of each step, or the code of the error that it ends in; what was dropped; how often the host has read."""
+    """The loss of each step, or the code of the error that it ends in; what was dropped; how often the host read."""
     losses, dropped, reads = list[float | str](), list[Any](), list[int]()
     read = exchange.read
 

@@ -1,4 +1,4 @@
-"""Over two GPUs: experts by a capacity, shared experts beside the dispatch, loops over experts, scans, halo exchange."""
+"""Over two GPUs: experts by a capacity, shared experts beside the dispatch, loops over experts, scans, halos."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from tests.hostile import (
     checkpointing,
     custom_ops,
     derivatives,
+    expert_loops,
     hooks,
     modes,
     optimizers,
@@ -27,7 +28,7 @@ from tests.hostile import (
 from tests.hostile.harness import CASES, LAYOUTS, OPTIMIZERS, outcome
 
 THEMES = (
-    *(aliasing, autocast, buffers, caches, checkpointing, custom_ops, derivatives, hooks, modes),
+    *(aliasing, autocast, buffers, caches, checkpointing, custom_ops, derivatives, expert_loops, hooks, modes),
     *(optimizers, outputs, parameters, python_state, randomness, structure),
 )
 EVERY = [two for two in product(OPTIMIZERS, LAYOUTS) if two != ("none", "zero1")]  # which cuts state alone

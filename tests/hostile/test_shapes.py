@@ -33,7 +33,7 @@ def raises(case: Case) -> bool:
     return False
 
 
-@pytest.mark.sampled(160)
+@pytest.mark.sampled(240)
 @pytest.mark.parametrize("name", CASES)
 def test_a_short_batch_trains_as_eager(name: str) -> None:
     case = CASES[name]

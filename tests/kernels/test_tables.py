@@ -14,6 +14,7 @@ from kernels_triton.launch.row_schedule import Schedule
 from shardc import ShardcError
 from tests.files.mutations import mutated, mutated_text, nothing_done
 
+pytestmark = pytest.mark.audited
 TABLE = "device: {device}\nschedules:\n  softmax:\n  - {{cols: [1, 8], bytes: 2, schedule: {{block: 8}}}}\n"
 
 

@@ -265,7 +265,7 @@ def test_steps_of_adamw_with_rows_sent(name: str, mixtral: nn.Module) -> None:
     assert program.verify().ok
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("factor", [1.0, 4.0])  # with 4, an expert may take all
 @pytest.mark.parametrize("name", PLANS_OF_SENT)
 def test_steps_of_adamw_with_a_capacity(name: str, factor: float, mixtral: nn.Module) -> None:

@@ -27,10 +27,10 @@ T = pytest.importorskip("transformers", minversion="5.24")
 models = pytest.importorskip("benchmarks.zoo_models")
 cached = pytest.importorskip("tests.models.cached_functions")
 
-CONFIGS = T.models.auto.configuration_auto.CONFIG_MAPPING
+folder_of = T.models.auto.configuration_auto.model_type_to_module_name  # without an import of the model
 FUNCTIONS = cached.cached_functions()
 FILES = sorted({function.file for function in FUNCTIONS})
-ZOO = {CONFIGS[entry.type].__module__.split(".")[2]: entry for entry in models.entries()}
+ZOO = {folder_of(entry.type): entry for entry in models.entries()}
 ZOO["data2vec"] = next(entry for entry in models.entries() if entry.type == "data2vec-vision")
 BARE = {  # without a loss, which needs further packages; of images
     "dinov3_vit": "DINOv3ViTModel",

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.api import Program
 from shardc.ir.collectives import collectives
-from shardc.runtime.oracle.simulate import simulate
-from tests.in_double import InDouble
 from tests.models import test_experts
+from tests.models.eagerly import eager, gap
 from tests.models.test_experts import compiled, groupings, model_of, over_ep
 
 pytestmark = test_experts.pytestmark
@@ -40,25 +38,6 @@ def routed(name: str, **options: Any) -> nn.Module:
         if "gate.weight" in key or "router" in key or "e_score_correction_bias" in key:
             value.data.normal_(0, 0.5, generator=generator)  # spread scores, so that a correction changes the choice
     return model
-
-
-def eager(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Its loss and gradients in float64."""
-    model.zero_grad()
-    model.double()
-    with InDouble():
-        loss = model(**batch).loss
-    loss.backward()
-    found = {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.float()
-    return found
-
-
-def gap(program: Program, wanted: dict[str, Tensor]) -> float:
-    """The greatest error of the simulated ranks, of a loss or gradient, relative to its greatest element."""
-    found = {port.name: value for port, value in simulate(program.body, program.inputs(), dtype=torch.float64).items()}
-    assert found.keys() == wanted.keys()
-    return max(float((found[n] - w).abs().max() / w.abs().max().clamp(min=1e-3)) for n, w in wanted.items())
 
 
 @pytest.mark.sampled(9)

@@ -94,7 +94,7 @@ LIBRARY: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
 
 
 @pytest.mark.parametrize("name", LIBRARY)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_models_of_the_library(name: str) -> None:
     make, blocks, forward = LIBRARY[name]
     torch.manual_seed(0)

@@ -129,3 +129,21 @@ def test_trains_as_eager_pytorch(name: str) -> None:
     assert asks == any(d.code == "SC128" for d in program.diagnostics)
     output = loss(model(**batch), batch)
     assert type(output) is Tensor, "a compile leaves no fakes in caches of the library"
+
+
+def test_a_causal_mask_that_is_left_out_makes_another_model() -> None:
+    """PaliGemma attends both ways to a batch without padding, and one way to others, in eager PyTorch too."""
+    models = pytest.importorskip("benchmarks.zoo_models")
+    (entry,) = (entry for entry in models.entries() if entry.type == "paligemma")
+    model, batch, _, _ = entry.ready()
+    program = shardc.compile(model, batch, mesh="dp=2", plan={"inputs": {"*": "dp"}})
+    report = program.verify()
+    assert report.ok, report
+    assert report.eager_error is not None
+    assert report.eager_error < 1e-12
+    padded = batch["attention_mask"].clone()
+    padded[:, :2] = 0
+    with pytest.raises(shardc.ShardcError, match="SC512"):
+        program.launch().step(batch | {"attention_mask": padded})
+    other = shardc.compile(model, batch | {"attention_mask": padded}, mesh="dp=2", plan={"inputs": {"*": "dp"}})
+    assert other.verify().ok

@@ -27,6 +27,7 @@ from shardc.runtime.train.result import StepResult
 from tests.experts import Experts
 from tests.properties.file_mutants import Mutants, damaged, forged
 
+pytestmark = pytest.mark.audited
 CHOSEN = {("plan", "rates"), ("plan", "fills"), ("plan", "seed"), ("constants",)}
 WATCHED: list[str] = []  # while not empty, what happened against the rules is noted
 ACTIVE: list[bool] = []
@@ -59,7 +60,10 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
         WATCHED.append(f"{event} {args}")
 
 
-sys.addaudithook(_hook)
+@cache
+def watch() -> None:
+    """Python has no way to take an audit hook back."""
+    sys.addaudithook(_hook)
 
 
 class Small(nn.Module):
@@ -194,6 +198,7 @@ def outcome(of: Base, text: str, chosen: bool) -> str:
 
 
 def fuzz(name: str, count: int, seed: int) -> Counter[str]:
+    watch()
     of = base(name)
     content = json.loads(of.text)["content"]
     mutants = Mutants(content, seed)

@@ -67,6 +67,10 @@ EXACT: dict[str, Case] = {
     "in groups": (lambda: TRANSPOSED(4, 6, 3, 1, 1, groups=2), (2, 3, 4, 6), "sp=4", ROWS),
     "transposed, dilated": (lambda: nn.ConvTranspose1d(4, 3, 3, 1, 2, dilation=2), (2, 3, 8), "sp=2", "-, -, sp"),
     "transposed, uneven": (lambda: TRANSPOSED(4, 3, 4, 2, 1), (2, 3, 5, 6), "sp=4", ROWS),
+    "means of equal parts": (lambda: nn.AdaptiveAvgPool2d((4, 3)), IMAGE, "sp=2", ROWS),
+    "twice as many": (lambda: nn.Upsample(scale_factor=2), IMAGE, "sp=2", ROWS),
+    "twice as many, uneven": (lambda: nn.Upsample(scale_factor=2, mode="nearest-exact"), UNEVEN, "sp=2", ROWS),
+    "thrice as many columns": (lambda: nn.Upsample(scale_factor=(1, 3)), IMAGE, "sp=2", "-, -, -, sp"),
     "of all": (
         lambda: nn.Sequential(
             nn.Conv2d(4, 4, 3, 1, 1), nn.MaxPool2d(3, 2, 1), TRANSPOSED(4, 3, 4, 2, 1), nn.AvgPool2d(3, 1, 1)

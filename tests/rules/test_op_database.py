@@ -12,7 +12,7 @@ import torch
 from shardc.rules import find_rule
 from tests.rules.op_database import arguments_of, entries, outcome
 
-PARTS = 80  # of the database, of which the ordinary tier tries one
+PARTS = 160  # of the database, of which the ordinary tier tries one
 UNINITIALISED = ("empty_like", "new_empty", "new_empty_strided")  # eager PyTorch says something else each time
 # op -> why the operands of a call are gathered (SC301)
 WITHOUT = {

@@ -31,6 +31,8 @@ from shardc.runtime.checkpoint.manifest import MANIFEST, METADATA
 from shardc.runtime.train.trainer import Trainer
 from tests.files.mutations import mutated, nothing_done
 
+pytestmark = pytest.mark.audited
+
 
 def small() -> Trainer:
     torch.manual_seed(0)

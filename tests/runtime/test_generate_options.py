@@ -209,7 +209,7 @@ def test_positions_of_an_encoder_and_a_decoder(kind: str) -> None:
     model = spread(getattr(transformers, f"{kind}ForConditionalGeneration")(config))
     tokens = torch.randint(3, 64, (2, 50))
     trainer = shardc.compile(model, {"input_ids": tokens, "labels": tokens}, mesh="dp=1", plan={}, mode="eval").launch()
-    for prompts, new in ((tokens[:, :40].tolist(), 6), (tokens.tolist(), 2), ([[5, 6]], 50)):
+    for prompts, new in ((tokens.tolist(), 2), ([[5, 6]], 50)):
         exact = library(model, prompts, max_new_tokens=new, eos_token_id=[])
         assert torch.equal(trainer.generate(prompts, new, eos_token_id=[]).sequences, exact)
     for prompts, new, said in (([[5] * 51], 2, "the encoder 50 positions"), ([[5]], 51, "decoder has 50 positions")):

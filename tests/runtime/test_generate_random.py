@@ -34,6 +34,7 @@ def options_of(pick: random.Random, vocab: int) -> dict[str, Any]:
     return options | ({"suppress_tokens": pick.sample(range(vocab), 5)} if pick.random() < 0.2 else {})
 
 
+@pytest.mark.long  # what is drawn has tests of its own in `test_generate.py` and `test_generate_options.py`
 @pytest.mark.sampled(48)
 @pytest.mark.parametrize("number", range(48))
 def test_tokens_are_those_of_the_library(number: int) -> None:

@@ -13,8 +13,7 @@ from shardc.ir.types import Atom, TensorType
 from shardc.runtime.execute.layout import assemble, load_shard, replica_spread, shard, shard_slices
 
 MESHES = [Mesh(a=2), Mesh(a=2, b=3), Mesh(a=3, b=2), Mesh(a=2, b=2, c=2), Mesh(a=1, b=4)]
-
-
+ELEMENTS = 4000  # nine atoms would be gigabytes
 BLOCK = st.builds(Block, st.integers(1, 5), st.integers(1, 2), st.booleans())
 WITH_ROOM = st.builds(
     lambda n, room, axis: Block(n, 1, True, axis, n + room), *[st.integers(1, 6)] * 2, st.sampled_from(["", "a"])
@@ -28,6 +27,8 @@ def layouts(draw: st.DrawFn) -> tuple[TensorType, Mesh]:
     """Any mesh, up to three dims of up to three atoms each, some of blocks, every axis put on some atom or on none."""
     mesh = draw(st.sampled_from(MESHES))
     dims = draw(st.lists(st.lists(st.one_of(st.integers(2, 7), BLOCKS), max_size=3), max_size=3))
+    while math.prod(int(size) for dim in dims for size in dim) > ELEMENTS:
+        max(dims, key=len).pop()
     count = sum(len(dim) for dim in dims)
     axes: list[list[str]] = [[] for _ in range(count)]
     for axis in draw(st.permutations(mesh.names)):

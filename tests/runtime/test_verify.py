@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import shardc
 from shardc.ir.graph import Graph, info
 from shardc.ir.mesh import Mesh
 from shardc.runtime.oracle.compare import relative_error
@@ -110,3 +111,22 @@ def test_relative_error() -> None:
     assert relative_error(torch.tensor([nan]), torch.tensor([1.0])) == inf
     assert relative_error(torch.tensor([1e-20]), torch.tensor([0.0]), floor=1e-6) == pytest.approx(1e-14)
     assert relative_error(torch.tensor([True]), torch.tensor([False])) > 1
+
+
+def test_an_update_in_halves_is_an_update() -> None:
+    """1 - 0.999 ** step is a number of double precision: in bfloat16 it would be 0, and what it divides infinite."""
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(8, 4)  # whose rows mostly have no gradient
+    program = shardc.compile(
+        model,
+        {"input": torch.tensor([[1, 2], [2, 3]])},
+        mesh="dp=2",
+        plan={"inputs": {"input": "dp"}},
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        loss=lambda y, _: y.square().mean(),
+    )
+    report = program.verify(dtype=torch.bfloat16)
+    assert report.ok, str(report)
+    assert max(row.error for row in report.rows) < 1e-1
+    assert report.eager_error is not None
+    assert report.eager_error < 1e-1

@@ -13,8 +13,8 @@ backward in the reverse order; and the gradients of weights may be computed at a
 Needs a localized body, or a part of one. Ensures the same calls, each after what it reads. For each exchange of rows,
 in the order of the program: products of its layer and phase that neither need it nor are needed for it move behind it,
 with the calls between them, until they take as long as the exchange. What covers one exchange is taken by the next only
-if enough remains. A call moves within its layer alone, so values live hardly longer. Collectives of these products, such
-as gathers of their weights and reductions of their gradients, move along; exchanges stay in their order.
+if enough remains. A call moves within its layer alone, so values live hardly longer. Collectives of these products,
+such as gathers of their weights and reductions of their gradients, move along; exchanges stay in their order.
 """
 
 from __future__ import annotations

@@ -67,8 +67,10 @@ class FindBlocks(Pass):
         roots = [(values[r.port], r) for r in self.sharded if r.port in values]
         has_sections = bool(roots) and any(node.target in SECTION_OPS for node in graph.calls())
         roots = [(value, root) for value, root in roots if has_sections or root.blocks]
-        if roots:
-            links = _Links(graph)
+        if not roots:
+            return graph
+        links = _Links(graph)
+        if any(root.blocks for _, root in roots) or links.sections_may_differ(graph):
             classes: list[Classes] = []
             seen: set[Cell] = set()
             for value, root in roots:
@@ -136,6 +138,17 @@ class _Links:
             ruled = node.op == "call_function" and find_rule(node.target) is not None
             self.known[node] = self._read(node) if ruled else []
         return self.known[node]
+
+    def sections_may_differ(self, graph: Graph) -> bool:
+        """Is a section of the graph unequal to its others, or are there several numbers of equal ones? If not, as where
+        rotary embeddings halve heads and nothing else takes sections, no component has to be looked at."""
+        numbers: set[int] = set()
+        for node in graph.calls():
+            if node.target in SECTION_OPS:
+                numbers.update([link.equal for link in self.of_call(node) if isinstance(link, _Part)])
+                if 0 in numbers or len(numbers) > 1:
+                    return True
+        return False
 
     def _read(self, node: fx.Node) -> list[_Same | _Part]:
         plain = rule_of(node)

@@ -53,8 +53,14 @@ class Numerics:
         return self.dtype if dtype.is_floating_point else dtype
 
     def cast(self, value: Any) -> Any:
-        """A tensor in the run's dtype. None, which some ops yield in the place of a tensor, stays."""
-        return None if value is None else value.to(device=self.device, dtype=self.lift(value.dtype))
+        """A tensor in the run's dtype. None, which some ops yield in the place of a tensor, stays.
+
+        An optimizer computes with numbers of double precision, which halves have no room for: 1 - 0.999 would be 0.
+        """
+        if value is None:
+            return None
+        is_number = value.dtype == torch.float64 and not value.dim() and self.dtype in (torch.bfloat16, torch.float16)
+        return value.to(device=self.device, dtype=value.dtype if is_number else self.lift(value.dtype))
 
 
 @dataclass(frozen=True)

@@ -124,17 +124,23 @@ class _Merger:
         }
 
     def run(self, pairs: Iterable[tuple[int, int]]) -> None:
+        clusters, score = self.clusters, self._score
         for a, b in pairs:
             self.push(a, b)
-        clusters = self.clusters
-        heap, pop, base = self.heap, heapq.heappop, self.base
+        heap, pop, base, parent, find = self.heap, heapq.heappop, self.base, self.dag.parent, self.dag.find
         while heap:
             _, pair, versions = pop(heap)
             a, b = divmod(pair, base)
-            if a in clusters and b in clusters and versions == clusters[a].version * base + clusters[b].version:
-                self.merge(a, b)
-            else:  # scored before one of them was merged
-                self.push(a, b)
+            if a in clusters and b in clusters:
+                if versions == clusters[a].version * base + clusters[b].version:
+                    self.merge(a, b)
+                    continue
+            else:  # one of them was merged since
+                a = a if parent[a] == a else find(a)
+                b = b if parent[b] == b else find(b)
+                if a == b:
+                    continue
+            score(a, b)
 
     def push(self, a: int, b: int) -> None:
         """Put the pair of two calls' clusters on the heap, unless a cheap test shows that their merge is illegal."""

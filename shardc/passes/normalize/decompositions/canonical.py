@@ -108,16 +108,6 @@ def t(e: Emit, x: Node) -> Result:
     return x if len(shape_of(x)) < 2 else e(aten.transpose.int, x, 0, 1)
 
 
-@decompose(aten._unsafe_index.Tensor)
-def unsafe_index(e: Emit, x: Node, indices: Sequence[Node | None]) -> Result:
-    return e(aten.index.Tensor, x, list(indices))
-
-
-@decompose(aten._unsafe_index_put.default)
-def unsafe_index_put(e: Emit, x: Node, indices: Sequence[Node | None], values: Node, accumulate: bool) -> Result:
-    return e(aten.index_put.default, x, list(indices), values, accumulate)
-
-
 @decompose(aten.rsub.Tensor, aten.rsub.Scalar)
 def rsub(e: Emit, x: Node, other: Node | float, alpha: float) -> Result:
     x = x if alpha == 1 else e.mul(x, alpha)

@@ -4,6 +4,7 @@
     index_put(zeros, [rows], values, accumulate=True)    embedding_dense_backward, whose shards add up
     index(x, [arange(n), last])                          gather along dim 1: one position of each sample
     index_put(zeros, [arange(n), last], values, True)    scatter_add, its gradient
+    index(x, [arange(2 * n) // 2])                       expand: each row twice, as interpolation to the nearest has it
 
 Left as they are, all would need their operand whole, and a batch sharded over ranks would be gathered for it.
 """
@@ -30,6 +31,10 @@ def index(e: Emit, x: Node, indices: Sequence[Node | None]) -> Result:
     grid = _grid(e, shape, indices)
     if grid is not None:
         return e.view(x, [*grid, *shape[len(indices) :]])
+    if (times := _repeats(e, shape, indices)) is not None:
+        apart = [n for d, size in enumerate(shape) for n in (size, *([1] if times[d] else []))]
+        wide = [n for d, size in enumerate(shape) for n in (size, *([times[d]] if times[d] else []))]
+        return e.view(e.expand(e.view(x, apart), wide), [size * max(times[d], 1) for d, size in enumerate(shape)])
     picked = _picked(e, shape, indices)
     if picked is None:
         return KEEP
@@ -44,6 +49,12 @@ def index_put(e: Emit, x: Node, indices: Sequence[Node | None], values: Node, ac
     shape, places = shape_of(x), [i for i in indices if i is not None]
     if any(dtype_of(i) == torch.bool for i in places) or dtype_of(values) != dtype_of(x):
         return KEEP
+    if (times := _repeats(e, shape, indices)) is not None:
+        wide = [n for d, size in enumerate(shape) for n in (size, *([times[d]] if times[d] else []))]
+        if math.prod(shape_of(values)) != math.prod(wide):
+            return KEEP  # values that are broadcast
+        copies = [d + 1 + sum(bool(n) for n in times[:d]) for d, n in enumerate(times) if n]
+        return e.sum(e.view(values, wide), copies)
     picked = torch.broadcast_shapes(*map(shape_of, places))
     if shape_of(values) != (*picked, *shape[len(indices) :]):
         return KEEP  # values that are broadcast, or indices that stand apart
@@ -61,6 +72,41 @@ def index_put(e: Emit, x: Node, indices: Sequence[Node | None], values: Node, ac
         rows = e(check_index, rows, shape[0])
     flat = e.view(values, [*picked, math.prod(shape[1:])])
     return e.view(e(aten.embedding_dense_backward.default, flat, rows, shape[0], -1, False), shape)
+
+
+@decompose(aten._unsafe_index.Tensor)
+def unsafe_index(e: Emit, x: Node, indices: Sequence[Node | None]) -> Result:
+    result = index(e, x, indices)
+    return e(aten.index.Tensor, x, list(indices)) if result == KEEP else result
+
+
+@decompose(aten._unsafe_index_put.default)
+def unsafe_index_put(e: Emit, x: Node, indices: Sequence[Node | None], values: Node, accumulate: bool) -> Result:
+    result = index_put(e, x, indices, values, accumulate)
+    return e(aten.index_put.default, x, list(indices), values, accumulate) if result == KEEP else result
+
+
+def _repeats(e: Emit, shape: Sequence[int], indices: Sequence[Node | None]) -> list[int] | None:
+    """How many times each element of a dim is read, one after the other, as by interpolation to the nearest; 0 of a dim
+    that is not indexed. None for other indices."""
+    dims = [d for d, i in enumerate(indices) if i is not None]
+    if dims != list(range(dims[0], dims[0] + len(dims))):
+        return None
+    times = [0] * len(shape)
+    for place, d in enumerate(dims):
+        i = indices[d]
+        assert i is not None
+        value = None if dtype_of(i) == torch.bool or not shape[d] else _constant_value(e, i)
+        along = [k for k, n in enumerate(value.shape) if n != 1] if value is not None else []
+        if value is None or len(along) > 1 or value.numel() % shape[d] or not value.numel():
+            return None
+        if along and value.ndim - along[0] != len(dims) - place:
+            return None  # it lies along another dim of the result
+        times[d] = value.numel() // shape[d]
+        if not torch.equal(value.flatten(), torch.arange(value.numel(), dtype=value.dtype) // times[d]):
+            return None
+    ndim = max(len(shape_of(i)) for i in indices if i is not None)
+    return times if ndim == len(dims) and max(times) > 1 else None
 
 
 def _picked(e: Emit, shape: Sequence[int], indices: Sequence[Node | None]) -> Node | None:
