@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
+from shardc.ir.attention_rings import broken_rings
 from shardc.ir.collectives import collectives as collectives_of
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph
@@ -78,9 +79,10 @@ def prove_body(body: Graph) -> Proof:
     count = len(collectives_of(body))
     checked = (
         f"{body.mesh.world_size} ranks run one body, in one order: each of its {count} collectives meets its whole "
-        "group, and nothing else is sent; types, names and axes are sound"
+        "group, and nothing else is sent; types, names and axes are sound, and rings of attention whole"
     )
-    return Proof(tuple(Diagnostic("SC522", line, location=f"@{body.name}") for line in violations(body)), checked)
+    broken = violations(body) or broken_rings(body)
+    return Proof(tuple(Diagnostic("SC522", line, location=f"@{body.name}") for line in broken), checked)
 
 
 def prove(lists: RankLists) -> Proof:
