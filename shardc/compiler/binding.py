@@ -57,6 +57,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
     """Options with the passes that a plan asks for, and the hardware that they weigh their choices for."""
     return replace(
         options,
+        context=plan.context,
         hardware=hardware,
         limit=LimitExperts(plan.experts.factor, plan.experts.load or plan.experts.factor is not None),
         attention=DivideAttention(plan.context.axis, plan.context.attention, hardware),

@@ -22,6 +22,7 @@ from shardc.compiler.pass_pipeline import (
     report_missing_rules,
     run,
     sharded_dims,
+    sharded_sequences,
 )
 from shardc.compiler.pipelining import stages_of
 from shardc.frontend.ingest import ingest
@@ -111,7 +112,9 @@ def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
 def distribute(reference: Graph, bound: Sequence[Bound], options: Options, last: type[Pass] | None = None) -> Graph:
     """One rank's body of a step, which has no kernels yet; or what it is after the pass `last`."""
     cuts = [*cuts_of(reference, bound), *options.store.cuts(reference)]
-    todo = body_passes(bound, cuts, sharded_dims(reference, bound, options.store), options)
+    sharded = sharded_dims(reference, bound, options.store)
+    sequences = sharded_sequences(reference, bound, options.context)
+    todo = body_passes(bound, cuts, sharded, sequences, options)
     if last is not None:
         todo = todo[: 1 + next(i for i, pass_ in enumerate(todo) if isinstance(pass_, last))]
     return run(reference.copy(), todo, options)

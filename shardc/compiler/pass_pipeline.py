@@ -29,6 +29,7 @@ from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
 from shardc.passes.sharding.find_blocks import FindBlocks, ShardedDim, in_elements
+from shardc.passes.sharding.find_sequences import FindSequences, ShardedSequence
 from shardc.passes.sharding.group_sums import GroupSums
 from shardc.passes.sharding.insert_reshards import InsertReshards
 from shardc.passes.sharding.localize import Localize
@@ -36,10 +37,12 @@ from shardc.passes.sharding.lower_reshards import LowerReshards
 from shardc.passes.sharding.propagate import Propagate
 from shardc.passes.sharding.seed import Bound, SeedAnnotations, find_value
 from shardc.passes.sharding.settle_partials import SettlePartials
+from shardc.passes.sharding.spread_taps import SpreadTaps
 from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
 from shardc.passes.verify import ENSURES, PRESERVES
+from shardc.plan.context import Context
 from shardc.rules.notation import Notation, RuleError, fit
 from shardc.rules.registry import find_rule, result_shapes, rule_of
 
@@ -64,17 +67,24 @@ class Options:
     align: Align = field(default_factory=Align)
     bucket: Bucket = field(default_factory=Bucket)
     fuse: Fuse = field(default_factory=lambda: Fuse(enabled=False))
+    context: Context = field(default_factory=Context)
     hardware: Hardware = DEFAULT
     reduce: torch.dtype | None = None  # in which ranks sum gradients; None: in whichever is less to send
 
 
 def body_passes(
-    bound: Sequence[Bound], cuts: Sequence[DimCut], sharded: Sequence[ShardedDim], options: Options
+    bound: Sequence[Bound],
+    cuts: Sequence[DimCut],
+    sharded: Sequence[ShardedDim],
+    sequences: Sequence[ShardedSequence],
+    options: Options,
 ) -> list[Pass]:
     """Every pass that makes the single-device graph of a step one rank's body, in order."""
     return [
+        SpreadTaps(frozenset(s.length for s in sequences)),
         Atomize(tuple(cuts)),
         FindBlocks(tuple(sharded)),
+        FindSequences(tuple(sequences), options.context.balance),
         SeedAnnotations(tuple(bound)),
         Propagate(),
         SplitSoftmax(),
@@ -248,6 +258,25 @@ def sharded_dims(graph: Graph, bound: Sequence[Bound], store: Store) -> list[Sha
                 if sum(map(abs, placement.unequal)) in (0, type_of(value).shape[d]):
                     dims.append(ShardedDim(_port(graph, value, annotation), d, ranks, placement.unequal))
     return dims
+
+
+def sharded_sequences(graph: Graph, bound: Sequence[Bound], context: Context) -> list[ShardedSequence]:
+    """The dims of inputs behind the first that annotations shard; the first too, if `context` names the axis."""
+    found: list[ShardedSequence] = []
+    for annotation in bound:
+        value = find_value(graph, annotation) if annotation.kind == "input" else None
+        if value is None:
+            continue
+        for d, placement in enumerate(annotation.placement.dims[: type_of(value).ndim]):
+            axes = placement.axes
+            named = not context.axis or bool(set(axes) & set(context.axis))
+            if not axes or placement.blocks > 1 or placement.unequal or (d == 0 and not (context.axis and named)):
+                continue
+            text, port = f'{annotation.name} = "{annotation.placement}"', _port(graph, value, annotation)
+            ranks = graph.mesh.size(axes[0])
+            length = type_of(value).shape[d]
+            found.append(ShardedSequence(port, d, length, axes[0], ranks, named, text, annotation.location))
+    return found
 
 
 def _port(graph: Graph, value: fx.Node, annotation: Bound) -> str:

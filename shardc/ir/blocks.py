@@ -7,8 +7,9 @@
 Equal blocks need no such thing: they are two atoms, as in `(3 32@tp)`. A block is `count` pieces of `unit` elements,
 and axes divide its pieces as they divide an atom's elements: padded, axis by axis, major first. A block that is not cut
 is whole on every rank (`-`). One that an axis *reverses* (`~cp`) is cut by that axis in the other order: the last rank
-has its first pieces, and padding lies with the first ranks. A rank's shard has its share of each block, in the order of
-the blocks.
+has its first pieces, and padding lies with the first ranks. One with *room* (`15/16`) is cut as if it had that many
+pieces, the last of which are missing: the rows of a sequence of 16 but the last lie with the ranks that have those of
+the sequence. A rank's shard has its share of each block, in the order of the blocks.
 
 The size of such an atom is an int, the sum over its blocks, that knows them. So it differs from other ints, and two of
 them are equal where the blocks are.
@@ -28,20 +29,31 @@ Axes = tuple[str, ...]
 @dataclass(frozen=True, slots=True)
 class Block:
     """`count` pieces of `unit` elements. `cut`: axes divide the pieces; else every rank has all of them. `reverse`: the
-    axis whose ranks have them in the other order, or no axis."""
+    axis whose ranks have them in the other order, or no axis. `room`: how many pieces axes divide, if more than it has.
+    """
 
     count: int
     unit: int = 1
     cut: bool = True
     reverse: str = ""
+    room: int = 0
 
     @property
     def size(self) -> int:
         return self.count * self.unit
 
+    @property
+    def divided(self) -> int:
+        """How many pieces axes divide."""
+        return self.room or self.count
+
     def local(self, axes: Sequence[str], mesh: Mesh) -> Block:
         """What one rank stores of it."""
-        return replace(self, count=local_size(self.count, axes, mesh)) if self.cut else self
+        return replace(self, count=local_size(self.divided, axes, mesh), room=0) if self.cut and axes else self
+
+    def uneven(self, ranks: int) -> bool:
+        """Does one of so many ranks hold padding?"""
+        return self.cut and (self.divided != self.count or self.count % ranks != 0)
 
     def reverses(self, axis: str) -> bool:
         """Do the ranks of an axis, or of a sub-axis of it, have the pieces in the other order?"""
@@ -49,7 +61,8 @@ class Block:
 
     def __str__(self) -> str:
         unit = f"*{self.unit}" if self.unit > 1 else ""
-        return f"{'' if self.cut else '-'}{self.count}{unit}{f'~{self.reverse}' if self.reverse else ''}"
+        room, turned = f"/{self.room}" if self.room else "", f"~{self.reverse}" if self.reverse else ""
+        return f"{'' if self.cut else '-'}{self.count}{room}{unit}{turned}"
 
 
 class Blocks(int):
@@ -114,13 +127,16 @@ class Blocks(int):
         parts: list[Block] = []
         for word in text.split("|"):
             match = _BLOCK.fullmatch(word)
-            if match is None or (match[1] and match[4]):
+            if match is None or (match[1] and (match[3] or match[5])):
                 raise ValueError(f"not a block: {word!r}")
-            parts.append(Block(int(match[2]), int(match[3] or 1), not match[1], match[4] or ""))
+            count, room = int(match[2]), int(match[3] or 0)
+            if room and room <= count:
+                raise ValueError(f"no room for more: {word!r}")
+            parts.append(Block(count, int(match[4] or 1), not match[1], match[5] or "", room))
         return cls(parts)
 
 
-_BLOCK = re.compile(rf"(-?)([1-9]\d*)(?:\*([1-9]\d*))?(?:~({AXIS_NAME.pattern}))?")
+_BLOCK = re.compile(rf"(-?)([1-9]\d*)(?:/([1-9]\d*))?(?:\*([1-9]\d*))?(?:~({AXIS_NAME.pattern}))?")
 
 
 def zigzag(size: int, axis: str, ranks: int) -> Blocks | None:
@@ -131,6 +147,36 @@ def zigzag(size: int, axis: str, ranks: int) -> Blocks | None:
     """
     first = ranks * -(-size // (2 * ranks))
     return Blocks((Block(first), Block(size - first, reverse=axis))) if size >= 2 * ranks else None
+
+
+def blocks_of(size: int) -> tuple[Block, ...]:
+    """An atom as the blocks that it is made of: one, if it is none of blocks."""
+    return size.parts if isinstance(size, Blocks) else (Block(size),)
+
+
+def truncated(size: int, length: int) -> int | None:
+    """An atom of the first `length` elements of one of `size`, each of which lies where it does there.
+
+    None where a block would have none of them.
+    """
+    parts: list[Block] = []
+    remaining = length
+    for block in blocks_of(size):
+        if not block.cut or block.unit > 1 or remaining <= 0:
+            return None
+        count = min(block.count, remaining)
+        parts.append(replace(block, count=count, room=block.divided if count < block.divided else 0))
+        remaining -= count
+    assert remaining <= 0, f"{length} of {size} elements"
+    return Blocks(parts) if isinstance(size, Blocks) or length < size else size
+
+
+def aligned(a: int, b: int) -> bool:
+    """Do the elements that two atoms both have lie with the same ranks, and in the same places?"""
+    ours, theirs = blocks_of(a), blocks_of(b)
+    return [(x.divided, x.unit, x.cut, x.reverse) for x in ours] == [
+        (x.divided, x.unit, x.cut, x.reverse) for x in theirs
+    ]
 
 
 def local_size(size: int, axes: Sequence[str], mesh: Mesh) -> int:

@@ -35,7 +35,7 @@ from functools import lru_cache
 import torch
 
 from kernels_triton.base.dtypes import DTYPE_NAMES, DTYPES
-from shardc.ir.blocks import Axes, Blocks, local_size
+from shardc.ir.blocks import Axes, Blocks, blocks_of, local_size
 from shardc.ir.mesh import Mesh
 
 
@@ -52,8 +52,7 @@ class Atom:
     def uneven(self, mesh: Mesh) -> bool:
         """Does some rank hold padding?"""
         ranks = math.prod(mesh.size(a) for a in self.axes)
-        counts = [b.count for b in self.size.parts if b.cut] if isinstance(self.size, Blocks) else [self.size]
-        return any(count % ranks for count in counts)
+        return any(block.uneven(ranks) for block in blocks_of(self.size))
 
     def surplus(self, mesh: Mesh) -> bool:
         """Does some rank hold what a sum over all ranks must not count: padding, or a copy of a whole block?"""
@@ -245,7 +244,7 @@ def _parse_dim(text: str) -> Dim:
     atoms: list[Atom] = []
     for word in words:
         size, _, axes = word.partition("@")
-        if not size.isdigit() and "|" not in size and "~" not in size:
+        if not size.isdigit() and not set("|~/") & set(size):
             raise ValueError(f"not a dim: {text!r}")
         count = int(size) if size.isdigit() else Blocks.parse(size)
         atoms.append(Atom(count, tuple(axes.split(".")) if axes else ()))

@@ -89,7 +89,7 @@ def _neighbour_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list
     type, dim, axes = type_of(args["x"]), args["dim"], mesh.resolve(args["axes"])
     if (wrong := _axes_fault(type, dim, axes)) is not None:
         return [wrong]
-    if set(axes) & type.partial_axes or args["shift"] not in (1, -1):
+    if set(axes) & type.partial_axes or args["shift"] % mesh.size(axes) == 0:
         return [f"takes rows of the rank {args['shift']} before, of {type}"]
     want = with_rows(type, dim, args["length"], axes, mesh)
     return [] if result_types[0] == want else [f"yields {want}, the result says {result_types[0]}"]

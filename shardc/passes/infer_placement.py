@@ -43,6 +43,7 @@ from shardc.passes.attention_rows import ASKED, BY_ROWS, WHOLE, moved_faults, ro
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import CONVOLUTIONS, HALO_FAULTS, halos_of, without_halos
 from shardc.passes.sharding.lower_reshards import transposition
+from shardc.passes.shifted_rows import SHIFT_FAULTS
 from shardc.rules.notation import Dims, RuleError
 from shardc.rules.projection import Projection, overlay
 from shardc.rules.registry import MASKS, OpRule, find_rule, fit_call, notation_of
@@ -508,6 +509,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     EXCHANGE_COUNTS: counts_faults,
     **dict.fromkeys(ROW_MOVES, move_faults),
     **HALO_FAULTS,
+    **SHIFT_FAULTS,
     NEXT_KEYS: moved_faults,
     **dict.fromkeys(BY_ROWS, _rows_faults),
     local.mask_pad: _masked,

@@ -324,6 +324,7 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "accumulate": (microbatches_summed,),
     "append_updates": (updates_have_inputs,),
     "atomize": (atoms_nest,),
+    "find_sequences": (atoms_nest,),
     "seed": (atoms_nest,),
     "propagate": (no_axis_twice, atoms_nest),
     "split_softmax": (no_axis_twice, atoms_nest),

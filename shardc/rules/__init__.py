@@ -18,6 +18,7 @@ from shardc.rules import (
     reduction,
     scan,
     section,
+    shift,
     view,
 )
 from shardc.rules.registry import Example, OpRule, all_rules, example, find_rule, rule, rule_of
@@ -46,5 +47,6 @@ __all__ = [
     "rule_of",
     "scan",
     "section",
+    "shift",
     "view",
 ]

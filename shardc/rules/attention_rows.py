@@ -35,6 +35,7 @@ from shardc.ir.schema import given
 from shardc.ir.types import Axes, Dim, TensorType
 from shardc.rules.local import LocalCall
 from shardc.rules.projection import Projection
+from shardc.rules.registry import by_block
 
 RINGS = (SDPA_RING, SDPA_RING_BWD)
 
@@ -102,6 +103,7 @@ def _wide(type: TensorType) -> TensorType:
     return type.with_dtype(torch.float64 if type.dtype == torch.float64 else torch.float32)
 
 
+@by_block
 def by_rows(call: LocalCall) -> Any:
     """`sdpa`, `sdpa_heads` or `sdpa_ring` on a rank's rows."""
     rows, args = _Rows(call, 0), call.args
@@ -122,6 +124,7 @@ def by_rows(call: LocalCall) -> Any:
     return SDPA_ROWS, (q, k, v, mask, o, lse, *options, *rows.told(last, True)), {}
 
 
+@by_block
 def backward_by_rows(call: LocalCall) -> Any:
     """The same of their backward."""
     rows, args = _Rows(call, 1), call.args

@@ -118,7 +118,7 @@ def _look_up_owned(call: LocalCall) -> Any:
 )
 def embedding(weight: Dims, indices: Dims, *options: Any) -> Notation:
     # padding_idx has no effect forward.
-    return Notation(f"v d, {indices if indices.ndim else '()'} -> {indices} d", sum="v", linear=(0,))
+    return Notation(f"v d, {indices if indices.ndim else '()'} -> {indices} d", sum="v", linear=(0,), counts="v")
 
 
 def _scatter_owned(call: LocalCall) -> Any:
@@ -151,5 +151,5 @@ def embedding_backward(
 ) -> Notation:
     text = f"{indices} d, {indices if indices.ndim else '()'} -> v d"
     if scale_grad_by_freq:  # divides by how often a row occurs in all the indices
-        return Notation(text, whole=f"{indices} v", linear=(0,))
-    return Notation(text, sum=str(indices), linear=(0,))
+        return Notation(text, whole=f"{indices} v", linear=(0,), counts="v")
+    return Notation(text, sum=str(indices), linear=(0,), counts="v")

@@ -17,7 +17,7 @@ from shardc.ir.types import TensorType
 from shardc.rules.embedding import keep_owned, owned, sharded
 from shardc.rules.local import LocalCall, fill_padding
 from shardc.rules.notation import Dims, Notation
-from shardc.rules.registry import example, rule
+from shardc.rules.registry import by_block, example, rule
 
 aten = torch.ops.aten
 
@@ -150,7 +150,7 @@ def gather(self: Dims, dim: int, index: Dims, sparse_grad: bool = False) -> Nota
         return Notation("(), () -> ()", linear=(0,))
     dim = self.dim(dim)
     text, whole = _aligned(self, index, dim, "j")
-    return Notation(f"{self}, {text} -> {text}", sum=self[dim], whole=whole, linear=(0,))
+    return Notation(f"{self}, {text} -> {text}", sum=self[dim], whole=whole, linear=(0,), counts=self[dim])
 
 
 def _select_owned(call: LocalCall) -> Any:
@@ -169,7 +169,8 @@ def _select_owned(call: LocalCall) -> Any:
 )
 def index_select(self: Dims, dim: int, index: Dims) -> Notation:
     dim = self.dim(dim)
-    return Notation(f"{self}, {'j' if index.ndim else '()'} -> {self.replace(dim, 'j')}", sum=self[dim], linear=(0,))
+    text = f"{self}, {'j' if index.ndim else '()'} -> {self.replace(dim, 'j')}"
+    return Notation(text, sum=self[dim], linear=(0,), counts=self[dim])
 
 
 def _scatter_add_owned(call: LocalCall) -> Any:
@@ -210,7 +211,7 @@ def _scattered(x: Dims, dim: int, index: Dims, src: Dims | None) -> tuple[str, s
 )
 def scatter_add(self: Dims, dim: int, index: Dims, src: Dims) -> Notation:
     text, whole = _scattered(self, self.dim(dim), index, src)
-    return Notation(text, whole=whole)
+    return Notation(text, whole=whole, counts=self[self.dim(dim)] if self.ndim else "")
 
 
 @rule(
@@ -270,7 +271,8 @@ def _index_add_owned(call: LocalCall) -> Any:
     ],
 )
 def index_add(self: Dims, dim: int, index: Dims, source: Dims, alpha: float = 1) -> Notation:
-    return Notation(f"{self}, {_one('j', index)}, {self.replace(dim, _one('j', source, dim))} -> {self}", whole="j")
+    text = f"{self}, {_one('j', index)}, {self.replace(dim, _one('j', source, dim))} -> {self}"
+    return Notation(text, whole="j", counts=self[self.dim(dim)])
 
 
 @rule(aten.index_copy.default, examples=[example((4, 8, 3), 1, (1,), (4, 1, 3), ints={"index": 8})])
@@ -309,6 +311,7 @@ def _one(label: str, x: Dims, dim: int = 0) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ all dims as one
+@by_block
 def _positions_padded(call: LocalCall) -> Any:
     return call.with_args(index=fill_padding(call, call.args["index"], 0.0))
 

@@ -16,12 +16,13 @@ import torch
 
 from shardc.rules.local import LocalCall, fill_padding
 from shardc.rules.notation import Dims, Linear, Notation
-from shardc.rules.registry import Example, example, rule
+from shardc.rules.registry import Example, by_block, example, rule
 
 aten = torch.ops.aten
 
 
 # ------------------------------------------------------------------------------------------------ padding
+@by_block
 def _finite(call: LocalCall) -> Any:
     """The same call on operands whose padding no kernel refuses: a triangle of ones is invertible.
 

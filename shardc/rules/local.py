@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.blocks import Block, Blocks
 from shardc.ir.graph import Graph, info, type_of
-from shardc.ir.ops.local import axis_offset, mask_pad
+from shardc.ir.ops.local import axis_offset, mask_blocks, mask_pad, told
 from shardc.ir.types import Axes, TensorType, local_size
 from shardc.rules.projection import Projection
 
@@ -77,20 +78,28 @@ class LocalCall:
         return self.emit(axis_offset, list(strides), list(strides.values()), type=scalar)
 
 
-def axis_strides(type: TensorType, atom: int, scale: int, call: LocalCall) -> dict[str, int]:
-    """For each axis of a flat atom, how far one step along the axis moves in the global atom, times `scale`."""
-    size = type.atoms[atom].size
+def block_strides(block: Block, axes: Axes, scale: int, call: LocalCall) -> tuple[int, dict[str, int]]:
+    """Where the rank at the origin begins in a block, times `scale`, and how far one step along each axis moves."""
+    mesh, size, first = call.graph.mesh, block.divided, 0
     strides: dict[str, int] = {}
-    for axis in type.atoms[atom].axes:
-        size = -(-size // call.graph.mesh.size(axis))
-        strides[axis] = size * scale
-    return strides
+    for axis in mesh.resolve(axes) if block.cut else ():
+        size = -(-size // mesh.size(axis))
+        step = size * block.unit * scale
+        strides[axis] = -step if block.reverses(axis) else step
+        first += step * (mesh.size(axis) - 1) if block.reverses(axis) else 0
+    return first, strides
 
 
 def fill_padding(call: LocalCall, value: fx.Node, fill: float) -> fx.Node:
     """An operand of a kernel that fails on what padding may hold."""
     type, mesh = type_of(value), call.graph.mesh
     for atom in type.uneven_atoms(mesh):
-        held = (list(type.local_atoms(mesh)), atom, type.atoms[atom].size, list(type.atoms[atom].axes))
-        value = call.emit(mask_pad, value, *held, fill, type=type)
+        held, size, axes = list(type.local_atoms(mesh)), type.atoms[atom].size, list(type.atoms[atom].axes)
+        if isinstance(size, Blocks):
+            counts, units, reverse = told(size)
+            value = call.emit(
+                mask_blocks, value, held, atom, counts, units, axes, fill, False, reverse or None, type=type
+            )
+        else:
+            value = call.emit(mask_pad, value, held, atom, size, axes, fill, type=type)
     return value

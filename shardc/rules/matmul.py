@@ -12,7 +12,7 @@ from shardc.ir.ops.grouped import GROUPED_MM, GROUPED_MM_WGRAD
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from shardc.rules.local import LocalCall
 from shardc.rules.notation import Dims, Notation
-from shardc.rules.registry import example, rule
+from shardc.rules.registry import by_block, example, rule
 
 aten = torch.ops.aten
 
@@ -99,6 +99,7 @@ def cross(self: Dims, other: Dims, dim: int) -> Notation:
 
 
 # ------------------------------------------------------------------------------------------------ distances
+@by_block
 def _same_algorithm(call: LocalCall) -> Any:
     """By a product, or by differences, as the whole call decides by its numbers of rows: they round differently."""
     rows = max(call.operands[0].shape[-2], call.operands[1].shape[-2])

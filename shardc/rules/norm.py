@@ -10,7 +10,7 @@ import torch
 
 from shardc.rules.local import LocalCall
 from shardc.rules.notation import Dims, Notation
-from shardc.rules.registry import example, rule
+from shardc.rules.registry import by_block, example, rule
 
 aten = torch.ops.aten
 
@@ -71,6 +71,7 @@ def _group_dims(x: Dims, groups: int) -> tuple[str, str, str]:
     return " ".join(["n", channels, *space]), channels, " ".join(["c", *space])
 
 
+@by_block
 def _group_arguments(call: LocalCall) -> Any:
     """N, C, HxW and the number of groups, counted on this rank."""
     shape = call.operand_shape(0)

@@ -28,6 +28,7 @@ from typing import Literal
 Shape = tuple[int, ...]
 Labels = tuple[tuple[str, ...], ...]  # one tensor: for each dim its factors, major first
 Linear = Literal["joint"] | tuple[int, ...]
+Aligned = tuple[tuple[str, str], ...]  # factors that are one where their atoms lie alike, as far as both go
 Sections = tuple[tuple[str, int, str], ...]  # (factor, start, the factor that is its section from there on)
 
 
@@ -41,6 +42,7 @@ class Notation:
 
     `linear="joint"`: all operands may be pending sums together (add, cat, any unary linear op).
     `linear="each"`: one operand at a time (mm, mul); a tuple lists which.
+    `counts`: of an op whose local call asks where a rank's share lies, the only factors along which it asks.
     """
 
     text: str
@@ -50,6 +52,8 @@ class Notation:
     whole: str = ""
     linear: Literal["joint", "each"] | tuple[int, ...] = ()
     sections: Sections = ()
+    aligned: Aligned = ()
+    counts: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +70,13 @@ class FactorRule:
     whole: frozenset[str]
     linear: Linear = ()
     sections: Sections = ()
+    aligned: Aligned = ()
+    counts: frozenset[str] | None = None
     by_block: bool = True  # does the op run on the blocks of an atom as on the atom?
+
+    def counted(self, factor: str) -> bool:
+        """Does the op ask where in this factor a rank's share lies?"""
+        return not self.by_block and (self.counts is None or factor in self.counts)
 
     def __str__(self) -> str:
         def tensor(labels: Labels) -> str:
@@ -189,7 +199,8 @@ def _fit(notation: Notation, operands: tuple[Shape, ...], results: tuple[Shape, 
         missing = {f for tensor in ins for dim in tensor for f in dim} - present - set(reduces) - whole
         if missing:
             raise RuleError(_missing(notation, missing))
-    return FactorRule(ins, outs, sizes, reduces, whole, linear, notation.sections)
+    counts = None if notation.counts is None else frozenset(names(notation.counts))
+    return FactorRule(ins, outs, sizes, reduces, whole, linear, notation.sections, notation.aligned, counts)
 
 
 @lru_cache(maxsize=65536)

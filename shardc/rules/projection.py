@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
-from shardc.ir.blocks import Block, Blocks
+from shardc.ir.blocks import Block, Blocks, aligned
 from shardc.ir.graph import info, operands, results, type_of
 from shardc.ir.types import Axes, TensorType
 from shardc.rules.notation import FactorRule, Labels, Linear
@@ -168,7 +168,7 @@ def _blocks_fail(rule: FactorRule, factor: str, blocks: Blocks) -> bool:
     sum: a result that has the factor would then miss it.
     """
     results = [any(factor in dim for dim in labels) for labels in rule.results]
-    return not rule.by_block or (blocks.copied and factor in rule.reduces and any(results))
+    return rule.counted(factor) or (blocks.copied and factor in rule.reduces and any(results))
 
 
 def _tied(
@@ -182,6 +182,10 @@ def _tied(
     None where a section ends inside of a block, or a tensor's atoms are not those of the blocks.
     """
     tied: dict[str, tuple[int, Piece]] = {}
+    for a, b in rule.aligned:
+        ours, theirs = split.get(a, ()), split.get(b, ())
+        if len(ours) == len(theirs) == 1 and rule.by_block and aligned(ours[0], theirs[0]):
+            tied[a] = tied[b] = (0, of_factor[a][0])
     ruled = {n for n, _, _ in rule.sections}
     for whole in ruled:
         run = split.get(whole, ())
@@ -220,7 +224,7 @@ def _atom_of(atoms: Sequence[int], blocks: Sequence[Block], trailing: int) -> in
         inner, own = atoms[0], math.prod(atoms[1:])
         same = [replace(b, unit=b.unit * own) for b in inner.parts]
         return 0 if same == [replace(b, unit=b.unit * trailing) for b in blocks] else None
-    if len(set(blocks)) > 1 or blocks[0].reverse:
+    if len(set(blocks)) > 1 or blocks[0].reverse or blocks[0].room:
         return None
     product, unit = 1, blocks[0].unit * trailing
     for i, n in enumerate(atoms):

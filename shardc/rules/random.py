@@ -11,32 +11,48 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from kernels_triton.base.random import RANDOM_UNIFORM
-from shardc.rules.local import LocalCall, axis_strides
+from shardc.ir.blocks import blocks_of
+from shardc.ir.types import TensorType
+from shardc.rules.local import LocalCall, block_strides
 from shardc.rules.notation import Dims
-from shardc.rules.registry import example, rule
+from shardc.rules.registry import by_block, example, rule
 
 aten = torch.ops.aten
 
 
+@by_block
 def _draw_shard(call: LocalCall) -> Any:
     type = call.results[0]
-    sizes: list[int] = []
     strides: list[int] = []
-    steps: dict[str, int] = {}
     for dim, stride in zip(type.dims, call.args["strides"], strict=True):
-        inner = stride * math.prod(atom.size for atom in dim)
+        inner = stride * math.prod(int(atom.size) for atom in dim)
         for atom in dim:
-            inner //= atom.size
-            sizes.append(atom.local(call.graph.mesh))
+            inner //= int(atom.size)
             strides.append(inner)
-    for index, stride in enumerate(strides):
-        steps |= axis_strides(type, index, stride, call)
-    scalar = call.operands[1]
-    offset = call.emit(aten.add.Tensor, call.args["offset"], call.offset(steps), type=scalar)
-    draw = call.emit(RANDOM_UNIFORM, call.args["seed"], call.args["op_id"], sizes, strides, offset, type=type)
-    return aten.view.default, (draw, list(call.result_shape())), {}
+    return aten.view.default, (_drawn(call, type, strides, [], {}, 0), list(call.result_shape())), {}
+
+
+def _drawn(
+    call: LocalCall, type: TensorType, strides: list[int], sizes: list[int], steps: dict[str, int], base: int
+) -> fx.Node:
+    """The draw of the atoms behind those that have `sizes`: of an atom of blocks, the draws of each side by side."""
+    mesh, axes = call.graph.mesh, type.placement
+    if len(sizes) == len(strides):
+        offset = call.emit(aten.add.Tensor, call.args["offset"], call.offset(steps), type=call.operands[1])
+        if base:
+            offset = call.emit(aten.add.Tensor, offset, base, type=call.operands[1])
+        return call.emit(RANDOM_UNIFORM, call.args["seed"], call.args["op_id"], sizes, strides, offset, type=type)
+    pos, parts = len(sizes), list[fx.Node]()
+    stride, start = strides[pos], 0
+    for block in blocks_of(type.atoms[pos].size):
+        first, moves = block_strides(block, axes[pos], stride, call)
+        held = block.local(axes[pos], mesh).size
+        parts.append(_drawn(call, type, strides, [*sizes, held], steps | moves, base + start * stride + first))
+        start += block.size
+    return parts[0] if len(parts) == 1 else call.emit(aten.cat.default, parts, pos, type=type)
 
 
 @rule(

@@ -25,6 +25,7 @@ MESHES = [Mesh(a=2, b=2), Mesh(a=2, b=3)]
 WHOLE = TensorType(torch.float64, ((Atom(5),), (Atom(3), Atom(4))))
 
 BLOCKED = TensorType.parse("f64[3|-2|4*2, (3 4)]")
+FIRST_ROWS = TensorType.parse("f64[5/7, (3 4)]")
 ZIGZAG = TensorType.parse("f64[4|3~a, (3 4)]")
 
 
@@ -113,10 +114,10 @@ def test_every_pair_of_placements_of_blocks(mesh: Mesh, before: TensorType) -> N
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("before", list(types(whole=ZIGZAG)), ids=str)
+@pytest.mark.parametrize("before", [*types(whole=ZIGZAG), *types(whole=FIRST_ROWS)], ids=str)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_pair_of_placements_in_zigzag(mesh: Mesh, before: TensorType) -> None:
-    for after in types(whole=ZIGZAG):
+    for after in types(whole=before.replicated()):
         check(before, after, mesh)
 
 

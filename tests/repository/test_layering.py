@@ -26,8 +26,8 @@ FLOORS: list[dict[str, str]] = [
             layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention ops.buckets ops.channel_sums
             ops.check_index ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local
-            ops.scan ops.scan_body ops.scan_steps ops.softmax ops.squares ops.streams overlap overlap_schedule parse
-            placement plain program provenance python schema storages text trees types verify version
+            ops.scan ops.scan_body ops.scan_steps ops.shift ops.softmax ops.squares ops.streams overlap overlap_schedule
+            parse placement plain program provenance python schema storages text trees types verify version
         """,
     },
     {
@@ -37,7 +37,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
             __init__ attention conv creation ctc embedding experts fft halo indexing linalg local matmul norm notation
-            pointwise projection random reduction registry scan section view
+            pointwise projection random reduction registry scan section shift view
         """,
         "shardc.cost": "__init__ flops memory",
         "shardc.schedule": """
@@ -81,8 +81,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.passes": """
-            __init__ accumulate base exchanged_rows halo_rows communication communication.bucket communication.causes
-            communication.combine communication.report_gathers fusion fusion.analysis
+            __init__ accumulate base exchanged_rows halo_rows shifted_rows communication communication.bucket
+            communication.causes communication.combine communication.report_gathers fusion fusion.analysis
             fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
             fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
             fusion.clustering.batch_norms
@@ -104,9 +104,9 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.table normalize.decompositions.weight_norm normalize.dropped_rows
             normalize.group_experts normalize.limit_experts normalize.normalize
             sharding sharding.assign sharding.atom_classes sharding.atomize sharding.casts sharding.dispatch
-            sharding.find_blocks sharding.group_sums sharding.insert_reshards sharding.localize
+            sharding.find_blocks sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.localize
             sharding.lower_reshards sharding.propagate sharding.reshard_steps sharding.seed
-            sharding.settle_partials sharding.store softmax
+            sharding.settle_partials sharding.spread_taps sharding.store softmax
             softmax.online_softmax softmax.split_softmax softmax.statistics type_check verify
         """,
     },

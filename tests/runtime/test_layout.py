@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.ir.blocks import Block, Blocks, zigzag
+from shardc.ir.blocks import Block, Blocks, aligned, truncated, zigzag
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import Atom, TensorType
 from shardc.runtime.execute.layout import assemble, load_shard, replica_spread, shard, shard_slices
@@ -16,8 +16,11 @@ MESHES = [Mesh(a=2), Mesh(a=2, b=3), Mesh(a=3, b=2), Mesh(a=2, b=2, c=2), Mesh(a
 
 
 BLOCK = st.builds(Block, st.integers(1, 5), st.integers(1, 2), st.booleans())
+WITH_ROOM = st.builds(
+    lambda n, room, axis: Block(n, 1, True, axis, n + room), *[st.integers(1, 6)] * 2, st.sampled_from(["", "a"])
+)
 REVERSED = st.builds(Block, st.integers(1, 9), st.integers(1, 2), reverse=st.sampled_from("abc"))
-BLOCKS = st.lists(st.one_of(BLOCK, REVERSED), min_size=2, max_size=3).map(Blocks)
+BLOCKS = st.lists(st.one_of(BLOCK, REVERSED, WITH_ROOM), min_size=1, max_size=3).map(Blocks)
 
 
 @st.composite
@@ -112,6 +115,19 @@ def test_a_split_axis_reverses_as_it_did() -> None:
         held = shard(torch.arange(16), type, Mesh(cp=4), rank)
         assert torch.equal(shard(torch.arange(16), type, split, rank), held)
         assert torch.equal(shard(torch.arange(16), of_parts, split, rank), held)
+
+
+@pytest.mark.parametrize("of", ["17", "10|7~cp"])
+def test_the_first_rows_of_a_sequence_lie_where_they_did(of: str) -> None:
+    mesh, whole = Mesh(cp=2), TensorType.parse(f"i64[{of}@cp]")
+    part = truncated(whole.atoms[0].size, 15)
+    assert part is not None
+    assert aligned(part, whole.atoms[0].size)
+    type = TensorType(torch.int64, ((Atom(part, ("cp",)),),))
+    assert TensorType.parse(str(type)) == type
+    for rank in range(2):
+        rows = shard(torch.arange(1, 18), whole, mesh, rank)
+        assert torch.equal(shard(torch.arange(1, 16), type, mesh, rank), rows.where(rows <= 15, 0))
 
 
 def test_a_dim_too_short_has_no_zigzag() -> None:

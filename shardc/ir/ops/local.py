@@ -32,7 +32,7 @@ class Span:
 def span(size: int, axes: Sequence[str], mesh: Mesh, coordinate: Mapping[str, int], block: Block | None = None) -> Span:
     """What the rank at `coordinate` holds of an atom of `size` sharded by `axes`, major first; or of a block's pieces,
     which an axis may have in reverse."""
-    start, extent, local = 0, size, size
+    start, extent, local = 0, size, block.divided if block and axes else size
     for axis in mesh.resolve(axes):
         ranks = mesh.size(axis)
         local = -(-local // ranks)
@@ -88,13 +88,18 @@ def told_blocks(counts: Sequence[int], units: Sequence[int], reverse: Sequence[s
     """As the ops' arguments tell blocks: the number of pieces of one that is not cut is negative, and `reverse` is a
     name for each, or nothing where no axis reverses any."""
     names = reverse or [""] * len(counts)
-    return Blocks(Block(abs(n), unit, n > 0, name) for n, unit, name in zip(counts, units, names, strict=True))
+    parts: list[Block] = []
+    for n, unit, name in zip(counts, units, names, strict=True):
+        room, _, axis = name.rpartition("~")
+        parts.append(Block(abs(n), unit, n > 0, axis, int(room or 0)))
+    return Blocks(parts)
 
 
 def told(blocks: Blocks) -> tuple[list[int], list[int], list[str]]:
-    """Blocks as the ops' arguments `counts`, `units` and `reverse`."""
+    """Blocks as the ops' arguments `counts`, `units` and `reverse`; the last tells of room too: `16~cp`."""
     counts = [b.count if b.cut else -b.count for b in blocks.parts]
-    return counts, [b.unit for b in blocks.parts], [b.reverse for b in blocks.parts] if blocks.zigzag else []
+    how = [f"{b.room}~{b.reverse}" if b.room else b.reverse for b in blocks.parts]
+    return counts, [b.unit for b in blocks.parts], how if any(how) else []
 
 
 def _slice_blocks(

@@ -152,7 +152,7 @@ class _Links:
                         alone[factors[0]] = self.cell(slot, d)
         of_sections = {f for whole, _, part in rule.sections for f in (whole, part)}
         links: list[_Same | _Part] = [
-            _Same(tuple(cells), not rule.by_block)
+            _Same(tuple(cells), rule.counted(factor))
             for factor, cells in leading.items()
             if factor not in rule.whole or factor in of_sections
         ]

@@ -1,0 +1,385 @@
+"""find_sequences: what is done along a sequence that ranks have parts of, told as moves of its rows; and how it lies.
+
+Needs: atomized types. Ensures: a dim that an input's annotation shards, and each dim that it is passed on to, is one
+atom; sections of it and paddings are `shardc.shift`, whose results' atoms lie as it does; and where the plan asks for
+it, or causal attention reads it, it is a zigzag (`ir.blocks`).
+
+    labels[:, 1:]                  slice             ->  shift by 1, i64[4, 15/16]
+    F.pad(labels, (0, 1))[:, 1:]   pad, slice        ->  shift by 1, i64[4, 16]; what is longer than the sequence goes
+    logits[:, :-1]                 slice             ->  shift by 0, f32[4, 15/16, 100]
+    their gradients                slice_backward    ->  shift by -1, by 0, with zeros
+    roll(x, 1, 1)                  roll              ->  shift by -1, in a circle
+
+Atoms that ops pass on are one class; a move ties two classes. Of those that are shorter by less than half, each
+element lies where the sequence has it; others stay as they are, and are gathered where they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from shardc.ir.blocks import Blocks, truncated, zigzag
+from shardc.ir.diagnostic import Diagnostic
+from shardc.ir.graph import Graph, info, op_name, operands, results, type_of, update
+from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.shift import SHIFT
+from shardc.ir.schema import given
+from shardc.ir.types import Atom, TensorType
+from shardc.passes.base import Pass
+from shardc.passes.sharding.atomize import linked_gradients
+from shardc.plan.context import Balance
+from shardc.rules.projection import overlay, project, result_types
+from shardc.rules.registry import find_rule, rule_of
+
+aten = torch.ops.aten
+Slot = fx.Node | tuple[fx.Node, int]  # a value, or a result that nothing uses
+Place = tuple[Slot, int]  # one of its flat atoms
+
+
+@dataclass(frozen=True)
+class ShardedSequence:
+    """A dim of an input that axes shard; of the first of them, which has so many ranks, it may be a zigzag."""
+
+    port: str
+    dim: int
+    length: int
+    axis: str
+    ranks: int
+    balanced: bool = True  # may it be a zigzag?
+    text: str = ""  # the annotation, for findings
+    location: str | None = None
+
+
+@dataclass(frozen=True)
+class FindSequences(Pass):
+    """Tell what is done along the dims of inputs that axes shard as moves of rows, and choose how they lie."""
+
+    sequences: tuple[ShardedSequence, ...] = ()
+    balance: Balance = "none"
+
+    def run(self, graph: Graph) -> Graph:
+        ports = {p.name: n for p, n in zip(graph.inputs, graph.placeholders, strict=True)}
+        known = [(s, ports[s.port]) for s in self.sequences if s.port in ports]
+        wanted = self.balance == "zigzag" or (self.balance == "auto" and any(map(_is_causal, graph.calls())))
+        if not known or not (wanted or any(node.target in _MOVES for node in graph.calls())):
+            return graph
+        classes = _Classes(graph)
+        for axis in dict.fromkeys(s.axis for s, _ in known):
+            of_axis = [(s, value) for s, value in known if s.axis == axis]
+            roots = {classes.of(place): s for s, value in of_axis if (place := _only(value, s.dim)) is not None}
+            if roots:
+                _Family(graph, classes, roots, self.balance).write()
+        return graph
+
+
+def _is_causal(node: fx.Node) -> bool:
+    return node.target in (SDPA, SDPA_BWD) and bool(given(node).get("causal"))
+
+
+def _type(slot: Slot) -> TensorType:
+    if isinstance(slot, fx.Node):
+        return type_of(slot)
+    declared = info(slot[0]).results[slot[1]]
+    assert declared is not None
+    return declared
+
+
+def _only(value: Slot, dim: int) -> Place | None:
+    """The atom of a dim that is one atom."""
+    type = _type(value)
+    return (value, sum(map(len, type.dims[:dim]))) if len(type.dims[dim]) == 1 else None
+
+
+class _Classes:
+    """Atoms that ops pass on to each other, whether an axis may split them or not, with all of their places."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._parent: dict[Place, Place] = {}
+        for node in graph.calls():
+            if find_rule(node.target) is None:
+                continue
+            first: dict[int, Place] = {}
+            projection = project(node)
+            slots: list[Slot] = [*operands(node), *result_slots(node)]
+            for slot, pieces in zip(slots, (*projection.operands, *projection.results), strict=True):
+                for i, piece in enumerate(pieces):
+                    self._union(first.setdefault(piece, (slot, i)), (slot, i))
+        for value, twin in linked_gradients(graph):
+            if type_of(value).sizes == type_of(twin).sizes:
+                for i in range(len(type_of(value).atoms)):
+                    self._union((value, i), (twin, i))
+        self.members: dict[Place, list[Place]] = {}
+        for place in self._parent:
+            self.members.setdefault(self.of(place), []).append(place)
+
+    def of(self, place: Place) -> Place:
+        root = place
+        while (up := self._parent.get(root, root)) != root:
+            root = up
+        while self._parent.get(place, place) != root:
+            self._parent[place], place = root, self._parent[place]
+        return root
+
+    def _union(self, a: Place, b: Place) -> None:
+        self._parent.setdefault(a, a)
+        self._parent.setdefault(b, b)
+        first, other = self.of(a), self.of(b)
+        if first != other:
+            self._parent[other] = first
+
+
+def result_slots(node: fx.Node) -> list[Slot]:
+    """The results of a call in the order of its rule, those that nothing uses too."""
+    if info(node).type is not None:
+        return [node]
+    declared = [i for i, t in enumerate(info(node).results) if t is not None]
+    return [(node, i) if value is None else value for i, value in zip(declared, results(node), strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------------ moves
+@dataclass(frozen=True)
+class _Move:
+    """`y[i] = x[i + offset]` for i below `length`, along a dim; elsewhere `fill`, or the other end of x."""
+
+    x: fx.Node
+    dim: int
+    offset: int
+    length: int
+    fill: float = 0.0
+    wrap: bool = False
+
+    @property
+    def args(self) -> tuple[object, ...]:
+        return self.x, self.dim, self.offset, self.length, float(self.fill), self.wrap
+
+    def after(self, first: _Move) -> _Move | None:
+        """This one on the result of another, as one of that one's operand; None where it is more than one."""
+        size = type_of(first.x).shape[first.dim]
+        if self.dim != first.dim or self.wrap or first.wrap:
+            return None
+        inside = self.offset >= 0 and self.offset + self.length <= first.length
+        # All of the operand, with the same fill about it: what this one takes from beyond is that fill too.
+        embeds = first.offset <= 0 and size - first.offset <= first.length and first.fill == self.fill
+        if not inside and not embeds:
+            return None
+        return replace(first, offset=first.offset + self.offset, length=self.length)
+
+
+def _slice(node: fx.Node) -> _Move | None:
+    args = given(node)
+    x, step = args["self"], args.get("step", 1)
+    dim = args.get("dim", 0) % type_of(x).ndim
+    start, end, _ = slice(args.get("start"), args.get("end"), 1).indices(type_of(x).shape[dim])
+    return _Move(x, dim, start, max(end - start, 0)) if step == 1 else None
+
+
+def _slice_backward(node: fx.Node) -> _Move | None:
+    args = given(node)
+    dim = args["dim"] % len(args["input_sizes"])
+    size = args["input_sizes"][dim]
+    start, _, _ = slice(args["start"], args["end"], 1).indices(size)
+    return _Move(args["grad_output"], dim, -start, size) if args["step"] == 1 else None
+
+
+def _pad(node: fx.Node) -> _Move | None:
+    args = given(node)
+    x, pad = args["self"], args["pad"]
+    padded = [i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
+    if len(padded) != 1:
+        return None
+    (i,) = padded
+    dim = type_of(x).ndim - 1 - i
+    length = type_of(x).shape[dim] + pad[2 * i] + pad[2 * i + 1]
+    return _Move(x, dim, -pad[2 * i], length, args.get("value", 0.0))
+
+
+def _roll(node: fx.Node) -> _Move | None:
+    args = given(node)
+    x, shifts, dims = args["self"], args["shifts"], args.get("dims") or []
+    if len(dims) != 1:
+        return None
+    dim = dims[0] % type_of(x).ndim
+    return _Move(x, dim, -int(shifts[0]), type_of(x).shape[dim], wrap=True)
+
+
+def _shift(node: fx.Node) -> _Move | None:
+    return _Move(*node.args)  # type: ignore[arg-type]
+
+
+_MOVES = {
+    aten.slice.Tensor: _slice,
+    aten.slice_backward.default: _slice_backward,
+    aten.constant_pad_nd.default: _pad,
+    aten.roll.default: _roll,
+    SHIFT: _shift,
+}
+
+
+# --------------------------------------------------------------------------------------------- one axis's sequences
+@dataclass
+class _Family:
+    """The classes that moves tie to those of the annotated dims: all of a sequence, or of nearly all of it."""
+
+    graph: Graph
+    classes: _Classes
+    roots: dict[Place, ShardedSequence]
+    balance: Balance
+    moves: dict[fx.Node, _Move] = field(default_factory=dict[fx.Node, _Move])
+    lengths: dict[Place, int] = field(default_factory=dict[Place, int])
+
+    def __post_init__(self) -> None:
+        self.base = max(self._length(root) for root in self.roots)
+        self.lengths = {root: self._length(root) for root in self.roots if self._near(self._length(root))}
+        found = [(node, move) for node in self.graph.calls() for move in self._candidate(node)]
+        changed = True
+        while changed:
+            changed = False
+            for node, move in found:
+                if node in self.moves:
+                    continue
+                ends = [_only(move.x, move.dim), _only(node, move.dim)]
+                known = [self.classes.of(end) for end in ends if end is not None]
+                if len(known) == 2 and any(end in self.lengths for end in known):
+                    self.moves[node] = move
+                    self.lengths |= {end: self._length(end) for end in known}
+                    changed = True
+
+    def _length(self, place: Place) -> int:
+        return int(_type(place[0]).atoms[place[1]].size)
+
+    def _near(self, length: int) -> bool:
+        return 2 * length > self.base
+
+    def _candidate(self, node: fx.Node) -> Iterator[_Move]:
+        """What a call does, if it moves rows and both of its ends are of nearly the length of the sequence."""
+        read = _MOVES.get(node.target)
+        if read is None or type_of(node).ragged:
+            return
+        move = read(node)
+        if move is not None and move.length < 2 * self.base:
+            sizes = type_of(move.x).shape[move.dim], move.length
+            if all(map(self._near, sizes)):
+                yield move
+
+    def write(self) -> None:
+        for node, move in self.moves.items():
+            node.target, node.args, node.kwargs = SHIFT, move.args, {}
+        for node in self.moves:
+            _fold(node)
+        self.graph.erase_dead()
+        alive = set(self.graph.fx.nodes)
+        places = {
+            root: [p for p in self.classes.members[root] if (p[0] if isinstance(p[0], fx.Node) else p[0][0]) in alive]
+            for root in self.lengths
+        }
+        (first, *_), axis = self.roots.values(), next(iter(self.roots.values())).axis
+        plain = {root: self._atom(self.base, length) for root, length in self.lengths.items()}
+        if self.balance != "none" and all(s.balanced for s in self.roots.values()):
+            balanced = zigzag(self.base, axis, first.ranks)
+            why = "" if balanced is not None else f"{self.base} rows are too few for {2 * first.ranks} chunks"
+            why = why or self._divided(places)
+            if balanced is not None and not why:
+                self._place(places, {root: self._atom(balanced, length) for root, length in self.lengths.items()})
+                why = self._refused(places)
+                if not why and (self.balance == "zigzag" or any(map(_is_causal, self._calls(places)))):
+                    return
+            if why and self.balance == "zigzag":
+                message = f"the rows of {first.text or first.port} are not in zigzag: {why}"
+                self.graph.diagnostics.append(
+                    Diagnostic("SC203", message, "warning", location=first.location, hint="write balance: none")
+                )
+        self._place(places, plain)
+
+    def _atom(self, base: int, length: int) -> int | None:
+        """The atom of a dim of this length; None if it is left as it is."""
+        if length == self.base:
+            return base
+        return truncated(base, length) if self._near(length) and length < self.base else None
+
+    def _place(self, places: dict[Place, list[Place]], atoms: dict[Place, int | None]) -> None:
+        for root, size in atoms.items():
+            for slot, i in places[root] if size is not None else ():
+                assert size is not None
+                _set_atom(slot, i, size)
+
+    def _calls(self, places: dict[Place, list[Place]]) -> Iterator[fx.Node]:
+        """The calls that make or read values of these places."""
+        seen = set[fx.Node]()
+        for of_root in places.values():
+            for slot, _ in of_root:
+                maker = slot if isinstance(slot, fx.Node) else slot[0]
+                for node in (maker, *maker.users):
+                    if node.op == "call_function" and find_rule(node.target) is not None and node not in seen:
+                        seen.add(node)
+                        yield node
+
+    def _divided(self, places: dict[Place, list[Place]]) -> str:
+        for of_root in places.values():
+            for slot, _ in of_root:
+                if _type(slot).ragged:
+                    return "experts take rows of it by their number"
+        return ""
+
+    def _refused(self, places: dict[Place, list[Place]]) -> str:
+        """Which call cannot have the sequence in zigzag over ranks, although it could have a plain one."""
+        of = {(slot, i) for of_root in places.values() for slot, i in of_root}
+        for node in self._calls(places):
+            if info(node).constant:
+                continue
+            projection, rule = project(node), find_rule(node.target)
+            pieces = {
+                piece
+                for slot, tensor in zip(
+                    [*operands(node), *result_slots(node)], (*projection.operands, *projection.results), strict=True
+                )
+                for i, piece in enumerate(tensor)
+                if (slot, i) in of and isinstance(projection.sizes[piece], Blocks)
+            }
+            if not pieces & projection.blocked:
+                continue
+            plain = _plain_projection(node)
+            if any(piece in projection.blocked and piece not in plain for piece in pieces):
+                return f"{op_name(node.target)} counts them ({rule.op if rule else ''})"
+        return ""
+
+
+def _plain_projection(node: fx.Node) -> frozenset[int]:
+    """The pieces that a call would keep whole if none of its atoms had blocks."""
+
+    def plain(type: TensorType) -> TensorType:
+        return replace(type, dims=tuple(tuple(Atom(int(a.size)) for a in dim) for dim in type.dims))
+
+    ins, outs = [plain(type_of(v)) for v in operands(node)], [plain(t) for t in result_types(node)]
+    return overlay(rule_of(node), ins, outs).blocked
+
+
+def _fold(node: fx.Node) -> None:
+    """A move of what another one has moved, as one; a move that moves nothing goes."""
+    move = _shift(node)
+    while move is not None and move.x.target is SHIFT:
+        joined = move.after(_shift(move.x))  # type: ignore[arg-type]
+        if joined is None:
+            break
+        move = joined
+    assert move is not None
+    node.args = move.args
+    if move.offset == 0 and move.length == type_of(move.x).shape[move.dim]:
+        node.replace_all_uses_with(move.x)
+
+
+def _set_atom(slot: Slot, atom: int, size: int) -> None:
+    type = _type(slot)
+    flat = [*type.atoms]
+    flat[atom] = Atom(size)
+    it = iter(flat)
+    changed = replace(type, dims=tuple(tuple(next(it) for _ in dim) for dim in type.dims))
+    if isinstance(slot, fx.Node):
+        update(slot, type=changed)
+    else:
+        declared = list(info(slot[0]).results)
+        declared[slot[1]] = changed
+        update(slot[0], results=tuple(declared))

@@ -1,0 +1,95 @@
+"""Rows moved along a dim: a rank's result is of its own rows but for few, which others send (see `ir.ops.shift`).
+
+    labels[:, 1:]                      shift by 1, of 15 rows of 16      one row a rank
+    F.pad(labels, (0, 1))[..., 1:]     shift by 1, of 16 rows            one row a rank
+    logits[:, :-1]                     shift by 0, of 15 rows of 16      none
+
+Where the result is of another length, its rows have to lie with the ranks that have those of the operand: its atom is
+then one of blocks with room (`ir.blocks`), which `find_sequences` puts there. Otherwise both are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.graph import info, op_name, type_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.halo import NEIGHBOUR_ROWS
+from shardc.ir.ops.shift import SHIFT, SHIFT_JOIN, SHIFT_ROWS, routes, rows_by_hop
+from shardc.ir.provenance import Cause, Derivation
+from shardc.ir.schema import given
+from shardc.ir.types import Axes, TensorType
+from shardc.rules.halo import with_rows
+from shardc.rules.local import LocalCall
+from shardc.rules.notation import Dims, Notation
+from shardc.rules.projection import Projection
+from shardc.rules.registry import by_block, rule
+
+
+def unfit(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh: Mesh) -> set[int]:
+    """A dim of several atoms is moved whole: a rank's rows of it are no runs."""
+    x, dim = type_of(given(node)["x"]), given(node)["dim"]
+    if len(x.dims[dim]) < 2:
+        return set()
+    first = sum(map(len, x.dims[:dim]))
+    return {p for p in projection.operands[0][first : first + len(x.dims[dim])] if split.get(p)}
+
+
+def cause_of(call: LocalCall, value: fx.Node, axes: Axes) -> Cause:
+    """The annotation of the axes, as far as the values of the call know of it."""
+    known = [info(v).cause for v in (value, call.node)]
+    names = {*axes, *call.graph.mesh.merged(axes)}
+    named = [r for cause in known for r in cause.requirements if names.intersection(r.axes)]
+    return Cause(tuple(named[:1])) if named else known[0]
+
+
+def moved(call: LocalCall, value: fx.Node, target: Any, args: tuple[Any, ...], type: TensorType, axes: Axes) -> fx.Node:
+    """A call that has to do with the rows of others, before this one."""
+    of = info(value).name
+    name = f"{of}.{op_name(target).removeprefix('shardc.')}"
+    about: dict[str, Any] = {"origin": Derivation("moved", of), "cause": cause_of(call, value, axes)}
+    return call.graph.call(target, args, like=call.node, type=type, name=name, **about)
+
+
+@by_block
+def local_shift(call: LocalCall) -> Any:
+    x, args, mesh = call.args["x"], call.args, call.graph.mesh
+    type, after, dim = type_of(x), call.results[0], args["dim"]
+    if not any(atom.axes for atom in type.dims[dim]):
+        return call.with_args()
+    (atom,), (target,) = type.dims[dim], after.dims[dim]
+    axes = tuple(mesh.resolve(atom.axes))
+    layout = (dim, str(atom.size), str(target.size), list(axes), args["offset"], args["wrap"])
+    by_hop = rows_by_hop(routes(str(atom.size), str(target.size), axes, mesh, args["offset"], args["wrap"]))
+    received: list[fx.Node] = []
+    for hop, rows in by_hop.items():
+        some = with_rows(type, dim, rows, axes, mesh)
+        sent = moved(call, x, SHIFT_ROWS, (x, *layout, hop, rows), some, axes)
+        received.append(moved(call, x, NEIGHBOUR_ROWS, (sent, list(axes), dim, 0, rows, -hop), some, axes))
+    rows = target.local(mesh)
+    return SHIFT_JOIN, (x, received, *layout, list(by_hop), rows, args["fill"]), {}
+
+
+@rule(
+    SHIFT,
+    localize=local_shift,
+    unfit=unfit,
+    examples=[
+        ((4, 6), 1, 1, 6, 0.0, False),
+        ((4, 6), 1, -2, 6, 1.5, False),
+        ((4, 6, 3), 1, 4, 6, 0.0, True),
+        ((4, 6), 1, 1, 5, 0.0, False),
+        ((5, 6), 0, -1, 7, 0.0, False),
+        ((6,), 0, 7, 6, 0.0, False),
+    ],
+)
+def shift(x: Dims, dim: int, offset: int, length: int, fill: float, wrap: bool) -> Notation:
+    label, linear = x[dim], "joint" if fill == 0 or wrap else ()
+    if length == x.shape[dim]:
+        return Notation(f"{x} -> {x}", linear=linear)
+    part = f"moved_{label}"
+    text = f"{x} -> {x.replace(dim, part)}"
+    return Notation(text, whole=f"{label} {part}", linear=linear, aligned=((label, part),))
