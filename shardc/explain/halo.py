@@ -64,7 +64,7 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
         if reader.target is SUMS_BEHIND:
             why = f"{lies}, and each sum has all rows before it: those of other ranks come as one sum"
         elif moves:
-            why = f"{lies}, and its rows move by {abs(said['offset'])}: {args['length']} a rank lie with another one"
+            why = f"{lies}, and its rows move by {abs(said['offset'])}: a rank reads {args['length']} of another one"
         else:
             side, length = "behind" if (args["shift"] == -1) != gradient else "before", args["length"]
             why = f"{lies}, and kernels reach {length} element{'s' * (length > 1)} {side} a rank's own"

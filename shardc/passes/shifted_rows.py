@@ -85,7 +85,10 @@ def _join_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
         return [f"joins rows from {list(args['hops'])} ranks behind, where those from {list(needed)} are needed"]
     layout = [_plain(args[name]) for name in LAYOUT]
     for (hop, rows), part in zip(needed.items(), args["received"], strict=True):
-        if part.op == "placeholder":
+        if part.op == "placeholder":  # of a stage, which did not send them itself
+            want = with_rows(type_of(x), dim, rows, mesh.resolve(args["axes"]), mesh)
+            if part is x or type_of(part) != want:
+                return [f"%{info(part).name} are no {rows} rows of another rank"]
             continue
         sent = given(part)["x"] if part.target is NEIGHBOUR_ROWS else part
         if part.target is not NEIGHBOUR_ROWS or sent.target not in (SHIFT_ROWS,):

@@ -70,7 +70,7 @@ STRATEGIES = ("all_gather", "ring", "all_to_all")
 def compiled(name: str, mesh: str, length: int, rows: str = "-, cp", **said: Any) -> Program:
     tokens = torch.randint(1, 37, (BATCH * 2, length), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
-    plan = {"mesh": mesh, "inputs": {"input_ids": rows, "labels": f"{rows.split(',')[0]}, -"}, **said}
+    plan = {"mesh": mesh, "inputs": {"input_ids": rows, "labels": f"{rows.split(',', maxsplit=1)[0]}, -"}, **said}
     return shardc.compile(model_of(name), batch, plan=plan)
 
 
