@@ -18,7 +18,7 @@ from torch import fx
 
 from shardc.compiler.binding import bind_passes, bind_precision, bind_storage
 from shardc.compiler.pass_pipeline import Options
-from shardc.explain.halo import INHERENT, halo_trails
+from shardc.explain.halo import INHERENT, explained_by_rows, halo_trails
 from shardc.explain.plan_edits import propose
 from shardc.explain.provenance import Step, Trail, trails
 from shardc.explain.ring import INHERENT as RING
@@ -30,7 +30,6 @@ from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.hardware import Hardware
 from shardc.ir.ops.attention_rows import NEXT_KEYS
 from shardc.ir.ops.exchange import EXCHANGES, ROW_MOVES
-from shardc.ir.ops.halo import NEIGHBOUR_ROWS
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
 from shardc.ir.schema import given
@@ -126,7 +125,7 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
     target, bucket = _in_bucket(program, find(program, value))
     bound, options = bound_of(program), options_of(program)
     node = program.body.by_name(target.value)
-    if node.target is NEIGHBOUR_ROWS:
+    if explained_by_rows(node):
         return _halo(program, target, node)
     if node.target is NEXT_KEYS:
         return _ring(program, target, node)
@@ -205,7 +204,7 @@ def trails_of(program: Program, values: Sequence[str]) -> dict[str, tuple[Trail,
             if value in body and body[value].target is NEXT_KEYS:
                 trails_by_value[value] = tuple(ring_trails(graph, body[value]))
                 continue
-            if value in body and body[value].target is NEIGHBOUR_ROWS:
+            if value in body and explained_by_rows(body[value]):
                 trails_by_value[value] = tuple(halo_trails(graph, body[value]))
                 continue
             about = info(body[value]) if value in body else None

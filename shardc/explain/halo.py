@@ -1,7 +1,8 @@
-"""Why rows are exchanged with neighbours: the convolution whose kernel reaches beyond a rank's own.
+"""Why rows are exchanged with other ranks: the convolution whose kernel reaches beyond a rank's own, or what moves the
+rows of a sequence, or sums them up.
 
-They are put in by `localize`, behind the graph that other collectives are explained by; there the convolution is found
-by name.
+They are put in by `localize`, behind the graph that other collectives are explained by; there the call is found by
+name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from torch import fx
 
 from shardc.explain.provenance import Trail, step
 from shardc.ir.graph import Graph, info, op_name, type_of
-from shardc.ir.ops.halo import HALO, HALO_SUM
+from shardc.ir.ops.halo import HALO, HALO_SUM, NEIGHBOUR_ROWS
+from shardc.ir.ops.running_sum import SUMS_BEHIND
+from shardc.ir.ops.shift import SHIFT_JOIN
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
 from shardc.passes.halo_rows import CONVOLUTIONS
@@ -18,9 +21,16 @@ from shardc.passes.halo_rows import CONVOLUTIONS
 INHERENT = "a rank that has a part of a dim needs the rows about it; a gather would send all of them"
 
 
-def convolution_of(rows: fx.Node) -> fx.Node:
+def explained_by_rows(node: fx.Node) -> bool:
+    """Was the collective put in for rows of others, or for their sums?"""
+    return node.target is NEIGHBOUR_ROWS or any(user.target is SUMS_BEHIND for user in node.users)
+
+
+def reader_of(rows: fx.Node) -> fx.Node:
     """The call that reads the rows of a neighbour, or whose gradient they are."""
-    (joined,) = rows.users
+    joined = next(iter(rows.users))
+    if joined.target in (SHIFT_JOIN, SUMS_BEHIND):
+        return joined
     node = joined
     while node.target is HALO:
         node = next(user for user in node.users if user.target is HALO or user.target in CONVOLUTIONS)
@@ -31,12 +41,15 @@ def convolution_of(rows: fx.Node) -> fx.Node:
 
 def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
     """A trail for each axis of an exchange of rows; none where the graph has not its convolution."""
-    about, args = info(convolution_of(rows)), given(rows)
+    reader, args = reader_of(rows), given(rows)
+    about = info(reader)
     nodes = {info(node).name: node for node in graph.calls()}
     call = nodes.get(about.name) or (nodes.get(about.origin.of) if about.origin is not None else None)
     if call is None:
         return []
-    causes, x, dim = Causes(graph), given(call)["input"], args["dim"]
+    causes, said = Causes(graph), given(call)
+    moves = reader.target in (SHIFT_JOIN, SUMS_BEHIND)
+    x, dim = (said["x"], said["dim"]) if moves else (said["input"], args["dim"])
     first = sum(map(len, type_of(x).dims[:dim]))
     atoms = range(first, first + len(type_of(x).dims[dim]))
     gradient = next(iter(rows.users)).target is HALO_SUM
@@ -46,10 +59,15 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
         starts = [(x, atom) for atom in atoms if axis in type_of(x).placement[atom]]
         way = causes.way(starts, axis)
         cause = str(graph.seeds[way[0][0][0]].cause) if way else ""
-        side, length = "behind" if (args["shift"] == -1) != gradient else "before", args["length"]
-        many = f"{length} element{'s' * (length > 1)} {side} a rank's own"
-        why = f"dim {dim} of %{info(x).name} is sharded over {shown}, and kernels reach {many}"
         needed = f"%{info(call).name} ({op_name(call.target)}) reads them"
+        lies = f"dim {dim} of %{info(x).name} is sharded over {shown}"
+        if reader.target is SUMS_BEHIND:
+            why = f"{lies}, and each sum has all rows before it: those of other ranks come as one sum"
+        elif moves:
+            why = f"{lies}, and its rows move by {abs(said['offset'])}: a rank reads {args['length']} of another one"
+        else:
+            side, length = "behind" if (args["shift"] == -1) != gradient else "before", args["length"]
+            why = f"{lies}, and kernels reach {length} element{'s' * (length > 1)} {side} a rank's own"
         if gradient:
             needed = f"%{info(call).name} ({op_name(call.target)}) leaves their gradient to the rank that has them"
         steps = tuple(step(through, value) for (value, _), through in way if through is not None)
