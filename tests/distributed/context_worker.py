@@ -1,4 +1,4 @@
-"""What one rank of `test_context.py` does: `python context_worker.py train FOLDER`. A Llama reads text of this project,
+"""What one rank of `test_context.py` does: `python context_worker.py CASE FOLDER`. A Llama reads text of this project,
 byte by byte, and its sequence lies over ranks."""
 
 import json
@@ -51,8 +51,7 @@ def trained(case: str) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    found = {case: trained(case) for case in PLANS}
-    (Path(sys.argv[2]) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    (Path(sys.argv[2]) / f"{os.environ['RANK']}.json").write_text(json.dumps(trained(sys.argv[1])))
 
 
 if __name__ == "__main__":
