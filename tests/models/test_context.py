@@ -151,8 +151,9 @@ def test_t5_with_a_bias_that_is_learned_and_cross_attention(strategy: str) -> No
 
 # ---------------------------------------------------------------------- what is sent, computed and held
 def sent(program: Program, phase: str, kinds: tuple[str, ...]) -> int:
-    """Bytes of a rank's collectives of a kind, without those of weights and the loss."""
-    return sum(c.bytes_per_step for c in program.collectives() if c.phase == phase and c.kind in kinds)
+    """Bytes of a rank's collectives of a kind, for attention alone."""
+    of_attention = (c for c in program.collectives() if "attn" in c.fqn and c.phase == phase and c.kind in kinds)
+    return sum(c.bytes_per_step for c in of_attention)
 
 
 @pytest.mark.parametrize(("name", "heads"), [("llama", 2), ("llama_mqa", 1)])
