@@ -21,9 +21,11 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.ir": """
-            __init__ account annotation arena blocks buckets call_slots caller collectives default_device
+            __init__ account annotation arena attention_rings blocks buckets call_slots caller collectives
+            default_device
             derive_provenance diagnostic dot files fold gc_pause graph hardware in_flight in_place index_operands
-            layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention ops.buckets ops.channel_sums
+            layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention ops.attention_rows
+            ops.buckets ops.channel_sums
             ops.check_index ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local
             ops.running_sum ops.scan ops.scan_body ops.scan_steps ops.shift ops.softmax ops.squares ops.streams
@@ -37,7 +39,8 @@ FLOORS: list[dict[str, str]] = [
         """,
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
-            __init__ attention conv creation ctc embedding experts fft halo indexing linalg local matmul norm notation
+            __init__ attention attention_rows conv creation ctc embedding experts fft halo indexing linalg local matmul
+            norm notation
             pointwise projection random reduction registry scan section shift view
         """,
         "shardc.cost": "__init__ flops memory",
@@ -82,7 +85,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.passes": """
-            __init__ accumulate base exchanged_rows halo_rows shifted_rows communication communication.bucket
+            __init__ accumulate attention_rows base context context.divide_attention exchanged_rows
+            halo_rows shifted_rows communication communication.bucket
             communication.causes communication.combine communication.report_gathers fusion fusion.analysis
             fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
             fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
@@ -161,7 +165,7 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
-        "shardc.explain": "__init__ collective fusion halo plan_edits provenance transfer unfused what_if",
+        "shardc.explain": "__init__ collective fusion halo plan_edits provenance ring transfer unfused what_if",
     },
     {
         "shardc.page": "__init__ content render",
