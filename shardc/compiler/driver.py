@@ -114,7 +114,7 @@ def distribute(reference: Graph, bound: Sequence[Bound], options: Options, last:
     cuts = [*cuts_of(reference, bound), *options.store.cuts(reference)]
     sharded = sharded_dims(reference, bound, options.store)
     sequences = sharded_sequences(reference, bound, options.context)
-    todo = body_passes(bound, cuts, sharded, sequences, options)
+    todo = body_passes(bound, cuts, sharded, options, sequences)
     if last is not None:
         todo = todo[: 1 + next(i for i, pass_ in enumerate(todo) if isinstance(pass_, last))]
     return run(reference.copy(), todo, options)

@@ -77,8 +77,8 @@ def body_passes(
     bound: Sequence[Bound],
     cuts: Sequence[DimCut],
     sharded: Sequence[ShardedDim],
-    sequences: Sequence[ShardedSequence],
     options: Options,
+    sequences: Sequence[ShardedSequence] = (),
 ) -> list[Pass]:
     """Every pass that makes the single-device graph of a step one rank's body, in order."""
     return [

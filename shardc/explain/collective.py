@@ -18,19 +18,22 @@ from torch import fx
 
 from shardc.compiler.binding import bind_passes, bind_precision, bind_storage
 from shardc.compiler.pass_pipeline import Options
-from shardc.explain.halo import INHERENT, halo_trails
+from shardc.explain.halo import INHERENT, explained_by_rows, halo_trails
 from shardc.explain.plan_edits import propose
 from shardc.explain.provenance import Step, Trail, trails
+from shardc.explain.ring import INHERENT as RING
+from shardc.explain.ring import ring_trails
 from shardc.explain.what_if import Change, Cost, compiled, measure, removals
 from shardc.ir.collectives import Collective, bucket_of, collective, human_bytes, member, members
 from shardc.ir.diagnostic import did_you_mean, error
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.hardware import Hardware
+from shardc.ir.ops.attention_rows import NEXT_KEYS
 from shardc.ir.ops.exchange import EXCHANGES, ROW_MOVES
-from shardc.ir.ops.halo import NEIGHBOUR_ROWS
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
 from shardc.ir.schema import given
+from shardc.passes.context.divide_attention import Divided
 from shardc.passes.sharding.dispatch import Choice
 from shardc.passes.sharding.seed import Bound
 from shardc.plan.schema import Plan
@@ -55,6 +58,7 @@ class Explanation:
     inherent: str  # "" when some change saves it
     stages: str = ""  # of a pipeline, those that have it
     bucket: str = ""  # with what it travels
+    attention: str = ""  # of what attention sends whose rows lie over axes: what other strategies would cost
     dispatch: str = ""  # of what brings rows to experts: what the other form would send
 
     @property
@@ -78,6 +82,7 @@ class Explanation:
         lines += field_lines("stage", self.stages)
         lines += field_lines("bucket", self.bucket)
         lines += field_lines("experts", self.dispatch)
+        lines += field_lines("context", self.attention)
         for trail in self.trails:
             lines += field_lines("why", trail.why)
             lines += field_lines("needed", trail.needed)
@@ -120,8 +125,10 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
     target, bucket = _in_bucket(program, find(program, value))
     bound, options = bound_of(program), options_of(program)
     node = program.body.by_name(target.value)
-    if node.target is NEIGHBOUR_ROWS:
+    if explained_by_rows(node):
         return _halo(program, target, node)
+    if node.target is NEXT_KEYS:
+        return _ring(program, target, node)
     findings = compiled(program.reference, bound, options, lambda graph: _look(graph, bound, node))
     removed = removals(program.reference, options, findings.moved, findings.cost, findings.candidates, seconds)
     inherent = "" if any(change.saves for change in removed.changes) else _inherent(findings.moved, findings.trails)
@@ -138,6 +145,7 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
         inherent,
         bucket=bucket,
         dispatch=_dispatched(program, node),
+        attention=_divided(program, node),
     )
 
 
@@ -148,6 +156,26 @@ def _halo(program: Program, target: Collective, rows: fx.Node) -> Explanation:
     )
     about = info(rows)
     return Explanation(target, about.fqn, about.source_text, found, (), 0, 0, (), INHERENT)
+
+
+def _ring(program: Program, target: Collective, moved: fx.Node) -> Explanation:
+    """What lowering puts in for attention that goes by a ring, and what another strategy would cost."""
+    found = compiled(
+        program.reference, bound_of(program), options_of(program), lambda graph: tuple(ring_trails(graph, moved))
+    )
+    about = info(moved)
+    divided = _divided(program, moved)
+    return Explanation(target, about.fqn, about.source_text, found, (), 0, 0, (), RING, attention=divided)
+
+
+def _divided(program: Program, node: fx.Node) -> str:
+    """Of what attention sends: its strategy, and what others would cost."""
+    choices = [Divided.read(said) for said in program.plan.get("context", ())]
+    choice = next((c for c in choices if c.fqn == info(node).fqn), None)
+    transfer = collective(program.body, node)
+    if choice is None or transfer is None or transfer.kind == "all_reduce":
+        return ""
+    return str(choice)
 
 
 def _dispatched(program: Program, node: fx.Node) -> str:
@@ -173,7 +201,10 @@ def trails_of(program: Program, values: Sequence[str]) -> dict[str, tuple[Trail,
         nodes = {info(node).name: node for node in graph.calls()}
         trails_by_value: dict[str, tuple[Trail, ...]] = {}
         for value in values:
-            if value in body and body[value].target is NEIGHBOUR_ROWS:
+            if value in body and body[value].target is NEXT_KEYS:
+                trails_by_value[value] = tuple(ring_trails(graph, body[value]))
+                continue
+            if value in body and explained_by_rows(body[value]):
                 trails_by_value[value] = tuple(halo_trails(graph, body[value]))
                 continue
             about = info(body[value]) if value in body else None

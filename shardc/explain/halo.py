@@ -1,7 +1,8 @@
-"""Why rows are exchanged with neighbours: the convolution or pooling whose kernel reaches beyond a rank's own.
+"""Why rows are exchanged with other ranks: the convolution or pooling whose kernel reaches beyond a rank's own, or
+what moves the rows of a sequence, or sums them up.
 
-They are put in by `localize`, behind the graph that other collectives are explained by; there the call is found
-by name.
+They are put in by `localize`, behind the graph that other collectives are explained by; there the call is found by
+name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from torch import fx
 
 from shardc.explain.provenance import Trail, step
 from shardc.ir.graph import Graph, info, op_name, type_of
-from shardc.ir.ops.halo import HALO, HALO_SUM
+from shardc.ir.ops.halo import HALO, HALO_SUM, NEIGHBOUR_ROWS
+from shardc.ir.ops.running_sum import SUMS_BEHIND
+from shardc.ir.ops.shift import SHIFT_JOIN
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
 from shardc.rules.window import WINDOWED
@@ -18,9 +21,16 @@ from shardc.rules.window import WINDOWED
 INHERENT = "a rank that has a part of a dim needs the rows about it; a gather would send all of them"
 
 
-def windowed_call(rows: fx.Node) -> fx.Node:
+def explained_by_rows(node: fx.Node) -> bool:
+    """Was the collective put in for rows of others, or for their sums?"""
+    return node.target is NEIGHBOUR_ROWS or any(user.target is SUMS_BEHIND for user in node.users)
+
+
+def reader_of(rows: fx.Node) -> fx.Node:
     """The call that reads the rows of a neighbour, or whose gradient they are."""
-    (joined,) = rows.users
+    joined = next(iter(rows.users))
+    if joined.target in (SHIFT_JOIN, SUMS_BEHIND):
+        return joined
     node = joined
     while node.target is HALO:
         node = next(user for user in node.users if user.target is HALO or user.target in WINDOWED)
@@ -31,15 +41,16 @@ def windowed_call(rows: fx.Node) -> fx.Node:
 
 def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
     """A trail for each axis of an exchange of rows; none where the graph has not its call."""
-    found, args = windowed_call(rows), given(rows)
+    reader, args = reader_of(rows), given(rows)
     nodes = {info(node).name: node for node in graph.calls()}
     # Of a result that own rows are made of, these have the name.
-    origins = [origin.of for node in (found, *found.users) if (origin := info(node).origin) is not None]
-    call = next((nodes[name] for name in (info(found).name, *origins) if name in nodes), None)
+    origins = [origin.of for node in (reader, *reader.users) if (origin := info(node).origin) is not None]
+    call = next((nodes[name] for name in (info(reader).name, *origins) if name in nodes), None)
     if call is None:
         return []
-    arguments = given(call)
-    causes, x, dim = Causes(graph), arguments.get("input", arguments.get("self")), args["dim"]
+    causes, said = Causes(graph), given(call)
+    moves = reader.target in (SHIFT_JOIN, SUMS_BEHIND)
+    x, dim = (said["x"], said["dim"]) if moves else (said.get("input", said.get("self")), args["dim"])
     first = sum(map(len, type_of(x).dims[:dim]))
     atoms = range(first, first + len(type_of(x).dims[dim]))
     summed = next(iter(rows.users)).target is HALO_SUM
@@ -50,10 +61,15 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
         starts = [(x, atom) for atom in atoms if axis in type_of(x).placement[atom]]
         way = causes.way(starts, axis)
         cause = str(graph.seeds[way[0][0][0]].cause) if way else ""
-        side, length = "behind" if (args["shift"] == -1) != summed else "before", args["length"]
-        many = f"{length} element{'s' * (length > 1)} {side} a rank's own"
-        why = f"dim {dim} of %{info(x).name} is sharded over {shown}, and kernels reach {many}"
+        lies = f"dim {dim} of %{info(x).name} is sharded over {shown}"
         needed = f"%{info(call).name} ({op_name(call.target)}) reads them"
+        if reader.target is SUMS_BEHIND:
+            why = f"{lies}, and each sum has all rows before it: those of other ranks come as one sum"
+        elif moves:
+            why = f"{lies}, and its rows move by {abs(said['offset'])}: a rank reads {args['length']} of another one"
+        else:
+            side, length = "behind" if (args["shift"] == -1) != summed else "before", args["length"]
+            why = f"{lies}, and kernels reach {length} element{'s' * (length > 1)} {side} a rank's own"
         if summed:
             needed = f"%{info(call).name} ({op_name(call.target)}) makes a part of them"
         if gradient:

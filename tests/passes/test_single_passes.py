@@ -40,6 +40,7 @@ from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
 from shardc.passes.communication.report_gathers import ReportGathers
+from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
@@ -49,6 +50,7 @@ from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
 from shardc.passes.sharding.find_blocks import FindBlocks, ShardedDim
+from shardc.passes.sharding.find_sequences import FindSequences, ShardedSequence
 from shardc.passes.sharding.group_sums import GroupSums
 from shardc.passes.sharding.insert_reshards import InsertReshards
 from shardc.passes.sharding.localize import Localize
@@ -56,9 +58,11 @@ from shardc.passes.sharding.lower_reshards import LowerReshards
 from shardc.passes.sharding.propagate import Propagate
 from shardc.passes.sharding.seed import Bound, SeedAnnotations
 from shardc.passes.sharding.settle_partials import SettlePartials
+from shardc.passes.sharding.spread_taps import SpreadTaps
 from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
+from shardc.plan.context import Balance
 
 FOLDER = Path(__file__).parent / "single"
 FILES = sorted(path.stem for path in FOLDER.glob("*.txt"))
@@ -79,7 +83,16 @@ def find_blocks(sharded: list[list[Any]]) -> FindBlocks:
     return FindBlocks(tuple(ShardedDim(name, dim, ranks, tuple(sizes)) for name, dim, ranks, sizes in sharded))
 
 
+def find_sequences(sequences: list[list[Any]], balance: Balance) -> FindSequences:
+    return FindSequences(tuple(ShardedSequence(*given) for given in sequences), balance)
+
+
+def spread_taps(lengths: list[int]) -> SpreadTaps:
+    return SpreadTaps(frozenset(lengths))
+
+
 PASSES: Mapping[str, Callable[..., Pass]] = {
+    "divide_attention": DivideAttention,
     "normalize": Normalize,
     "group_experts": GroupExperts,
     "limit_experts": LimitExperts,
@@ -88,6 +101,8 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "append_updates": updates,
     "atomize": atomize,
     "find_blocks": find_blocks,
+    "find_sequences": find_sequences,
+    "spread_taps": spread_taps,
     "propagate": Propagate,
     "split_softmax": SplitSoftmax,
     "store": Store,

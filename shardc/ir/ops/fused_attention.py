@@ -33,11 +33,12 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: boo
     """The fastest kernel that takes these operands as they are; k and v may have fewer heads than q."""
     if any(t.shape[-1] % ALIGNED or not t.numel() for t in (q, k, v)):
         return "reference"
-    fits = torch_compat.fused_kernels(q, k, v, bias, causal, gqa=q.shape[1] != k.shape[1])
-    # Of more keys than queries the first two take causal to be aligned lower right, the others upper left.
     square = q.shape[2] == k.shape[2] or not causal
+    # Of more keys than queries flash takes causal to be aligned lower right, cuDNN and efficient upper left, as we do
+    # without `lower_right`. torch refuses to be asked about flash then, so it is asked about the shapes alone.
+    fits = torch_compat.fused_kernels(q, k, v, bias, causal and square, gqa=q.shape[1] != k.shape[1])
     if bias is None and q.shape[-1] == v.shape[-1] and (square or lower_right):
-        if fits.cudnn and torch.cuda.get_device_capability(q.device) >= (9, 0):
+        if square and fits.cudnn and torch.cuda.get_device_capability(q.device) >= (9, 0):
             return "cudnn"
         if fits.flash:
             return "flash"

@@ -62,16 +62,16 @@ def routes(
         for run in runs(result_size, names, mesh, coordinate):
             wanted = torch.arange(run.start, run.start + run.extent) + offset
             wanted = wanted % int(size) if wrap else wanted
-            first, last = (wanted >= 0).int().argmax().item(), int((wanted < int(size)).sum())
-            if not run.extent or last <= first or int(wanted[first]) < 0:
+            first, last = int((wanted < 0).sum()), int((wanted < int(size)).sum())  # it counts up, but in a circle
+            if last <= first:
                 continue
-            rows = wanted[int(first) : last]
+            rows = wanted[first:last]
             of, at = owner[rows], place[rows]
             cuts = ((of[1:] != of[:-1]) | (at[1:] != at[:-1] + 1)).nonzero().flatten().tolist()
             bounds = [0, *(cut + 1 for cut in cuts), len(rows)]
             for a, b in pairwise(bounds):
                 hop = (int(of[a]) - rank) % len(coordinates)
-                segments.append(Segment(run.local + int(first) + a, hop, int(at[a]), b - a))
+                segments.append(Segment(run.local + first + a, hop, int(at[a]), b - a))
         found.append(tuple(segments))
     return tuple(found)
 

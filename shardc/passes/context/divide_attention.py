@@ -139,9 +139,8 @@ class _Ways:
 
     # ------------------------------------------------------------------ what it costs
     def costs(self) -> list[Cost]:
-        """Of each strategy; `hierarchical` where there are axes for it."""
-        found = [self._all_gather(), self._ring(self.axes, "ring"), self._all_to_all()]
-        return [*found, self._hierarchical()] if len(self.axes) > 1 else found
+        """Of each strategy."""
+        return [self._all_gather(), self._ring(self.axes, "ring"), self._heads(self.axes, "all_to_all"), self._mixed()]
 
     def _share(self, type: TensorType, axes: Axes) -> int:
         """Bytes of a rank's part of a value that lies over the axes, or will."""
@@ -214,9 +213,6 @@ class _Ways:
             return "its mask has a gradient"
         return ""
 
-    def _all_to_all(self) -> Cost:
-        return self._heads(self.axes, "all_to_all")
-
     def _heads(self, axes: Axes, name: str) -> Cost:
         piece, size = self._piece(axes), self.mesh.size(axes)
         moved = [self.q, self.o, *([self.k, self.v] if self._divides_keys(piece) else [])]
@@ -233,10 +229,12 @@ class _Ways:
         if not self.backward:
             sent, starts = sent // 2, starts // 2
         count = self._local(self.q, -3) if self.q.ndim > 2 else 1
-        why = "" if piece is not None else f"{count} heads a rank do not divide by {size}"
+        why = "" if piece is not None else f"the heads of a rank, {count}, do not divide by {size}"
         return Cost(name, sent, _micro(self._seconds(sent, starts, axes)), why)
 
-    def _hierarchical(self) -> Cost:
+    def _mixed(self) -> Cost:
+        if len(self.axes) == 1:
+            return Cost("hierarchical", 0, 0, "its rows lie over one axis")
         inner, outer = self.axes[-1:], self.axes[:-1]
         heads, ring = self._heads(inner, "hierarchical"), self._ring(outer, "hierarchical")
         return Cost("hierarchical", heads.sent + ring.sent, heads.waits + ring.waits, heads.why or ring.why)

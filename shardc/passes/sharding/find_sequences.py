@@ -9,6 +9,7 @@ it, or causal attention reads it, it is a zigzag (`ir.blocks`).
     logits[:, :-1]                 slice             ->  shift by 0, f32[4, 15/16, 100]
     their gradients                slice_backward    ->  shift by -1, by 0, with zeros
     roll(x, 1, 1)                  roll              ->  shift by -1, in a circle
+    cumsum(x, 1)                   cumsum            ->  running_sum, and the other way in backward
 
 Atoms that ops pass on are one class; a move ties two classes. Of those that are shorter by less than half, each
 element lies where the sequence has it; others stay as they are, and are gathered where they are read.
@@ -26,6 +27,7 @@ from shardc.ir.blocks import Blocks, truncated, zigzag
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, op_name, operands, results, type_of, update
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.running_sum import RUNNING_SUM
 from shardc.ir.ops.shift import SHIFT
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, TensorType
@@ -64,8 +66,11 @@ class FindSequences(Pass):
     def run(self, graph: Graph) -> Graph:
         ports = {p.name: n for p, n in zip(graph.inputs, graph.placeholders, strict=True)}
         known = [(s, ports[s.port]) for s in self.sequences if s.port in ports]
+        if not known:
+            return graph
+        _reversed_sums(graph)
         wanted = self.balance == "zigzag" or (self.balance == "auto" and any(map(_is_causal, graph.calls())))
-        if not known or not (wanted or any(node.target in _MOVES for node in graph.calls())):
+        if not (wanted or any(node.target in {*_MOVES, *_SUMS} for node in graph.calls())):
             return graph
         classes = _Classes(graph)
         for axis in dict.fromkeys(s.axis for s, _ in known):
@@ -206,6 +211,26 @@ def _roll(node: fx.Node) -> _Move | None:
     return _Move(x, dim, -int(shifts[0]), type_of(x).shape[dim], wrap=True)
 
 
+_SUMS = (aten.cumsum.default, RUNNING_SUM)
+
+
+def _reversed_sums(graph: Graph) -> None:
+    """The gradient of a running sum, flip(cumsum(flip(x))), as one that runs the other way."""
+    for node in list(graph.calls()):
+        if node.target is not aten.flip.default:
+            continue
+        summed, dims = given(node)["self"], list(given(node)["dims"])
+        if summed.target is not aten.cumsum.default or len(summed.users) != 1 or len(dims) != 1:
+            continue
+        turned, ndim = given(summed)["self"], type_of(node).ndim
+        if turned.target is not aten.flip.default or type_of(turned).dtype != type_of(node).dtype:
+            continue
+        along = {d % ndim for d in (*dims, *given(turned)["dims"], given(summed)["dim"])}
+        if len(given(turned)["dims"]) == 1 and len(along) == 1:
+            node.target, node.args, node.kwargs = RUNNING_SUM, (given(turned)["self"], *along, True), {}
+    graph.erase_dead()
+
+
 def _shift(node: fx.Node) -> _Move | None:
     return _Move(*node.args)  # type: ignore[arg-type]
 
@@ -265,7 +290,19 @@ class _Family:
             if all(map(self._near, sizes)):
                 yield move
 
+    def _sum_up(self) -> None:
+        """Running sums along the sequence, which ranks can take part by part."""
+        for node in list(self.graph.calls()):
+            if node.target is not aten.cumsum.default or type_of(node).ragged:
+                continue
+            args = given(node)
+            x, dim = args["self"], args["dim"] % max(1, type_of(node).ndim)
+            end = _only(x, dim) if type_of(x).ndim else None
+            if end is not None and self.classes.of(end) in self.lengths and type_of(x).dtype == type_of(node).dtype:
+                node.target, node.args, node.kwargs = RUNNING_SUM, (x, dim, False), {}
+
     def write(self) -> None:
+        self._sum_up()
         for node, move in self.moves.items():
             node.target, node.args, node.kwargs = SHIFT, move.args, {}
         for node in self.moves:
