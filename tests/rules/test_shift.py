@@ -44,9 +44,7 @@ def atoms(draw: st.DrawFn) -> tuple[int, tuple[str, ...], Mesh]:
     return size if balanced is None else balanced, axes, mesh
 
 
-def moved(
-    target: Any, args: tuple[Any, ...], before: TensorType, after: TensorType, mesh: Mesh
-) -> tuple[Graph, Tensor]:
+def moved(target: Any, args: tuple[Any, ...], before: TensorType, after: TensorType, mesh: Mesh) -> Tensor:
     """A call on a sharded value, made local; and what all ranks compute together of numbered rows."""
     made = fx.Graph()
     x = made.placeholder("x")

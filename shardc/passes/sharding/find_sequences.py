@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from shardc.ir.blocks import Blocks, truncated, zigzag
 from shardc.ir.diagnostic import Diagnostic
-from shardc.ir.graph import Graph, info, op_name, operands, results, type_of, update
+from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.running_sum import RUNNING_SUM
 from shardc.ir.ops.shift import SHIFT
@@ -158,7 +159,7 @@ class _Move:
     wrap: bool = False
 
     @property
-    def args(self) -> tuple[object, ...]:
+    def args(self) -> tuple[Any, ...]:
         return self.x, self.dim, self.offset, self.length, float(self.fill), self.wrap
 
     def after(self, first: _Move) -> _Move | None:
@@ -367,7 +368,7 @@ class _Family:
         for node in self._calls(places):
             if info(node).constant:
                 continue
-            projection, rule = project(node), find_rule(node.target)
+            projection = project(node)
             pieces = {
                 piece
                 for slot, tensor in zip(
@@ -380,7 +381,7 @@ class _Family:
                 continue
             plain = _plain_projection(node)
             if any(piece in projection.blocked and piece not in plain for piece in pieces):
-                return f"{op_name(node.target)} counts them ({rule.op if rule else ''})"
+                return f"%{info(node).name} ({node.target}) counts them"
         return ""
 
 
