@@ -101,7 +101,7 @@ def train_and_compile(entry: Entry) -> Iterable[Line]:
 def compiled(model: nn.Module, batch: dict[str, Tensor], mesh: str, *, has_loss: bool) -> Line:
     started = time.perf_counter()
     try:
-        program, whole = compiled_program(model, batch, mesh, loss=None if has_loss else loss_of)
+        program = compiled_program(model, batch, mesh, loss=None if has_loss else loss_of)
         line: Line = {"compile_s": round(time.perf_counter() - started, 2)}
         started = time.perf_counter()
         report = program.verify()
@@ -121,7 +121,6 @@ def compiled(model: nn.Module, batch: dict[str, Tensor], mesh: str, *, has_loss:
         "calls": sum(1 for _ in program.body.calls()),
         "collectives": dict(Counter(f"{c.kind} {'.'.join(c.axes)}" for c in collectives(program.body))),
         "ideal": ideal_collectives(model, batch, program.body, has_loss=has_loss),
-        **({"whole": whole} if whole else {}),
         "warnings": dict(Counter(d.code for d in program.diagnostics)),
         "eager_error": report.eager_error,
         **({} if report.ok else {"error": str(report)[:400]}),
@@ -130,21 +129,10 @@ def compiled(model: nn.Module, batch: dict[str, Tensor], mesh: str, *, has_loss:
 
 def compiled_program(
     model: nn.Module, batch: dict[str, Tensor], mesh: str, *, loss: Callable[[Any, Any], Tensor] | None
-) -> tuple[shardc.Program, list[str]]:
-    """A program, and the inputs that every rank has whole, since the model asks for rows of them one by one (SC207)."""
+) -> shardc.Program:
     inputs = {name: rows_over_dp(value) for name, value in batch.items() if is_by_rows(name, value)}
-    params, whole = placements(model, mesh), list[str]()
-    while True:
-        plan = {"mesh": mesh, "inputs": inputs, "params": params}
-        try:
-            return shardc.compile(model, batch, plan=cast(Any, plan), loss=loss), whole
-        except ShardcError as refused:
-            first = refused.diagnostics[0]
-            named = [name for name in inputs if first.code == "SC207" and re.search(rf"\b{name}\b", first.message)]
-            if not named:
-                raise
-            whole += named
-            inputs = {name: placement for name, placement in inputs.items() if name not in named}
+    plan = {"mesh": mesh, "inputs": inputs, "params": placements(model, mesh)}
+    return shardc.compile(model, batch, plan=cast(Any, plan), loss=loss)
 
 
 def is_by_rows(name: str, value: Tensor) -> bool:
