@@ -40,6 +40,7 @@ from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
 from shardc.passes.communication.report_gathers import ReportGathers
+from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
@@ -91,6 +92,7 @@ def spread_taps(lengths: list[int]) -> SpreadTaps:
 
 
 PASSES: Mapping[str, Callable[..., Pass]] = {
+    "divide_attention": DivideAttention,
     "normalize": Normalize,
     "group_experts": GroupExperts,
     "limit_experts": LimitExperts,

@@ -229,7 +229,7 @@ class _Ways:
         if not self.backward:
             sent, starts = sent // 2, starts // 2
         count = self._local(self.q, -3) if self.q.ndim > 2 else 1
-        why = "" if piece is not None else f"{count} heads a rank do not divide by {size}"
+        why = "" if piece is not None else f"the heads of a rank, {count}, do not divide by {size}"
         return Cost(name, sent, _micro(self._seconds(sent, starts, axes)), why)
 
     def _mixed(self) -> Cost:

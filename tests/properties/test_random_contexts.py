@@ -1,0 +1,49 @@
+"""Attention whose rows lie over axes, drawn: strategy, balance, mesh, length, heads, mask, dropout, dtype together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardc
+from tests.models.test_context import Attention
+
+STRATEGIES = ("auto", "all_gather", "ring", "all_to_all", "hierarchical")
+MESHES = {"cp=2": "cp", "cp=3": "cp", "cp=4": "cp", "a=2, b=2": "a.b", "cp=2, tp=2": "cp"}
+TP = {"q.*": "tp", "k.*": "tp", "v.*": "tp"}
+
+
+@pytest.mark.slow
+@given(st.data())
+def test_drawn_attention_equals_one_device(data: st.DataObject) -> None:
+    mesh = data.draw(st.sampled_from(sorted(MESHES)), label="mesh")
+    heads = data.draw(st.sampled_from(((4, 4), (4, 2), (4, 1), (6, 3), (2, 2))), label="heads")
+    causal = data.draw(st.booleans(), label="causal")
+    dropout = data.draw(st.sampled_from((0.0, 0.0, 0.25)), label="dropout")
+    length = data.draw(st.integers(4, 19), label="length")
+    strategy = data.draw(st.sampled_from(STRATEGIES), label="strategy")
+    balance = data.draw(st.sampled_from(("auto", "none", "zigzag")), label="balance")
+    dtype = data.draw(st.sampled_from((torch.float32, torch.bfloat16)), label="dtype")
+    mask = data.draw(st.sampled_from(("", "rows", "one row")), label="mask")
+    recompute = data.draw(st.sampled_from(("none", "full")), label="recompute")
+
+    model = Attention(*heads, 4, dropout, causal).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    batch: dict[str, Any] = {"x": torch.randn(2, length, 16, generator=generator).to(dtype)}
+    rows = MESHES[mesh]
+    inputs = {"x": f"-, {rows}, -"}
+    if mask:
+        seen = torch.rand((2, 1, length if mask == "rows" else 1, length), generator=generator) < 0.6
+        batch["mask"], inputs["mask"] = seen, f"-, -, {rows if mask == 'rows' else '-'}, -"
+    context = {"attention": strategy, "balance": balance, "axis": rows}
+    if strategy == "hierarchical" and "." not in rows:
+        del context["axis"]
+    plan = {"mesh": mesh, "inputs": inputs, "params": TP if "tp" in mesh else {}, "context": context}
+    program = shardc.compile(model, batch, plan=plan | {"recompute": recompute})
+    report = program.verify()
+    assert report.ok, str(report)
+    assert program.prove().ok
