@@ -165,11 +165,12 @@ class _Eager:
         dtypes = {p.dtype for p in program.model.parameters()}
         lifted = "precision" not in program.plan and dtypes.isdisjoint(HALF)
         values = (v for v in program.reference.values() if info(v).phase != "opt")  # an optimizer's casts are lifted
-        if lifted and any(type_of(v).dtype in HALF for v in values):
+        halves = any(type_of(v).dtype in HALF for v in values)
+        if lifted and halves:
             self.near = EAGER_HALF  # the model's own casts round in eager PyTorch, and are lifted in the reference
         # A model may make float32 of its own, which is lifted too. Where it takes no other, it is asked in its own.
         self._kinds: list[tuple[torch.dtype | None, bool]] = [(dtype, False)]
-        if dtype == torch.float64 and dtypes <= {torch.float32, torch.float64}:
+        if dtype == torch.float64 and (dtypes == {torch.float32} or (dtypes == {torch.float64} and not halves)):
             self._kinds.insert(0, (dtype, True))
         if dtypes == {torch.float32}:
             self._kinds.append((None, False))
