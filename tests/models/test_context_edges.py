@@ -70,3 +70,23 @@ def test_a_note_says_that_rows_are_in_zigzag() -> None:
     (note,) = [d for d in program.diagnostics if d.severity == "note"]
     assert "dim 2 of x is in zigzag over cp" in note.message
     assert note.hint == "context: {balance: none} gives each rank one run"
+
+
+class Channels(nn.Module):
+    """Dropout of whole channels, whose draw has a dim of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.dropout1d(self.w(x), 0.25) * F.dropout(x, 0.25)).pow(2).sum()
+
+
+@pytest.mark.parametrize("balance", ["none", "zigzag"])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_draws_with_a_dim_of_one_element(fuse: bool, balance: str) -> None:
+    torch.manual_seed(0)
+    plan = {"mesh": "dp=2, cp=2", "inputs": {"x": "dp, cp, -"}, "context": {"balance": balance}, "fuse": fuse}
+    x = torch.randn(4, 17, 4, dtype=torch.float64)
+    assert shardc.compile(Channels().double(), {"x": x}, plan=plan).verify().ok
