@@ -54,9 +54,11 @@ def rows_text(dim: Dim) -> str:
 
 
 def unfit(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh: Mesh) -> set[int]:
-    """Pieces of rows that axes cannot divide so: of a causal call or a ring any but the first, and of a call that
-    divides heads along an axis, rows along that axis."""
+    """Pieces of rows that axes cannot divide so: of a causal call or a ring any but the first, of a causal call with
+    more keys than rows or fewer all, and of a call that divides heads along an axis, rows along that axis."""
     args, pieces = given(node), [piece for piece in row_pieces(projection) if split.get(piece)]
+    if args["causal"] and type_of(args["q"]).shape[-2] != type_of(args["k"]).shape[-2]:
+        return {*pieces}
     others = {*pieces} - {*row_pieces(projection)[:1]} if args["causal"] or node.target in RINGS else set[int]()
     return others | {piece for piece in pieces if {*split[piece]} & {*args.get("heads", ())}}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import fx
 
 from kernels_triton.base.random import RANDOM_UNIFORM
 from shardc.ir.blocks import blocks_of
-from shardc.ir.types import TensorType
+from shardc.ir.types import Atom, TensorType
 from shardc.rules.local import LocalCall, block_strides
 from shardc.rules.notation import Dims
 from shardc.rules.registry import by_block, example, rule
@@ -38,13 +39,18 @@ def _draw_shard(call: LocalCall) -> Any:
 def _drawn(
     call: LocalCall, type: TensorType, strides: list[int], sizes: list[int], steps: dict[str, int], base: int
 ) -> fx.Node:
-    """The draw of the atoms behind those that have `sizes`: of an atom of blocks, the draws of each side by side."""
+    """The draw of the atoms behind those that have `sizes`, a dim for each atom: of one of blocks, the draws of each
+    side by side."""
     mesh, axes = call.graph.mesh, type.placement
+    known = (
+        Atom(size) if len(blocks_of(atom.size)) > 1 else atom for size, atom in zip(sizes, type.atoms, strict=False)
+    )
+    flat = replace(type, dims=tuple((atom,) for atom in (*known, *type.atoms[len(sizes) :])))
     if len(sizes) == len(strides):
         offset = call.emit(aten.add.Tensor, call.args["offset"], call.offset(steps), type=call.operands[1])
         if base:
             offset = call.emit(aten.add.Tensor, offset, base, type=call.operands[1])
-        return call.emit(RANDOM_UNIFORM, call.args["seed"], call.args["op_id"], sizes, strides, offset, type=type)
+        return call.emit(RANDOM_UNIFORM, call.args["seed"], call.args["op_id"], sizes, strides, offset, type=flat)
     pos, parts = len(sizes), list[fx.Node]()
     stride, start = strides[pos], 0
     for block in blocks_of(type.atoms[pos].size):
@@ -52,7 +58,7 @@ def _drawn(
         held = block.local(axes[pos], mesh).size
         parts.append(_drawn(call, type, strides, [*sizes, held], steps | moves, base + start * stride + first))
         start += block.size
-    return parts[0] if len(parts) == 1 else call.emit(aten.cat.default, parts, pos, type=type)
+    return parts[0] if len(parts) == 1 else call.emit(aten.cat.default, parts, pos, type=flat)
 
 
 @rule(

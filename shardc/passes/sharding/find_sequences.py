@@ -324,7 +324,7 @@ class _Family:
             if balanced is not None and not why:
                 self._place(places, {root: self._atom(balanced, length) for root, length in self.lengths.items()})
                 why = self._refused(places)
-                if not why and (self.balance == "zigzag" or any(map(_is_causal, self._calls(places)))):
+                if not why and (self.balance == "zigzag" or any(map(self._is_causal_along, self._calls(places)))):
                     return
             if why and self.balance == "zigzag":
                 message = f"the rows of {first.text or first.port} are not in zigzag: {why}"
@@ -355,6 +355,15 @@ class _Family:
                     if node.op == "call_function" and find_rule(node.target) is not None and node not in seen:
                         seen.add(node)
                         yield node
+
+    def _is_causal_along(self, node: fx.Node) -> bool:
+        """Is it causal attention whose rows are the sequence, and not its batch or its heads?"""
+        if not _is_causal(node):
+            return False
+        q = given(node)["q"]
+        first = sum(map(len, type_of(q).dims[:-2]))
+        rows = range(first, first + len(type_of(q).dims[-2]))
+        return any(self.classes.of((q, atom)) in self.lengths for atom in rows)
 
     def _divided(self, places: dict[Place, list[Place]]) -> str:
         for of_root in places.values():

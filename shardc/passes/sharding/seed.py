@@ -302,7 +302,13 @@ def _notes(bound: Bound, value: fx.Node, dim: int, landing: _Landing, mesh: Mesh
     first = min(landing.axes, default=start)
     skipped = math.prod(atom.size for atom in type.atoms[start:first])
     blocks = in_elements(type.sizes[dim])
-    if blocks and start in landing.axes and not dim_placement.unequal:
+    size = type.dims[dim][0].size if type.dims[dim] else 1
+    if isinstance(size, Blocks) and size.zigzag and start in landing.axes:
+        message = f"{about} is in zigzag over {size.zigzag}: a rank has a chunk from the front, and one from the back"
+        note("SC203", message, "context: {balance: none} gives each rank one run")
+    elif isinstance(size, Blocks) and any(block.room for block in size.parts):
+        pass  # it lies as a longer sequence does
+    elif blocks and start in landing.axes and not dim_placement.unequal:
         text = str(DimPlacement(dim_placement.axes, unequal=blocks))
         message = f"{about} is sharded as {text}: the model takes sections of these sizes"
         note("SC203", message, f'write "{text}" for this dim to say so')

@@ -1,0 +1,92 @@
+"""Sequences over an axis where not all is a decoder that attends to itself: other lengths, dims and batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardc
+from shardc.ir.text import print_graph
+
+
+class Cross(nn.Module):
+    """Causal attention of rows to fewer keys than rows, or to more."""
+
+    def __init__(self, rows: int, keys: int) -> None:
+        super().__init__()
+        self.q, self.kv, self.rows, self.keys = nn.Linear(8, 8), nn.Linear(8, 16), rows, keys
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x[:, : self.rows]).unflatten(-1, (2, 4)).transpose(1, 2)
+        k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.kv(x[:, : self.keys]).chunk(2, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).pow(2).sum()
+
+
+@pytest.mark.parametrize("context", ["auto", "ring", "all_to_all"])
+@pytest.mark.parametrize(("rows", "keys"), [(16, 13), (13, 16)])
+def test_causal_attention_to_another_number_of_keys(rows: int, keys: int, context: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 8, dtype=torch.float64)
+    plan = {"mesh": "cp=2", "inputs": {"x": "-, cp, -"}, "context": context}
+    program = shardc.compile(Cross(rows, keys).double(), {"x": x}, plan=plan)
+    assert program.verify().ok
+    assert program.prove().ok
+
+
+class Divided(nn.Module):
+    """Causal attention where what is sharded is the batch, which is not the first dim, or are the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.w(x).permute(self.order)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).pow(2).sum()
+
+    order: tuple[int, ...] = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(("order", "placed"), [((0, 1, 2, 3), "-, cp, -, -"), ((1, 2, 0, 3), "-, cp, -, -")])
+def test_a_batch_or_heads_are_not_in_zigzag(order: tuple[int, ...], placed: str) -> None:
+    torch.manual_seed(0)
+    model = Divided().double()
+    model.order = order
+    plan: dict[str, Any] = {"mesh": "cp=2", "inputs": {"x": placed}}
+    program = shardc.compile(model, {"x": torch.randn(8, 8, 8, 4, dtype=torch.float64)}, plan=plan)
+    assert "~cp" not in print_graph(program.body)
+    assert not program.diagnostics
+    assert program.verify().ok
+
+
+def test_a_note_says_that_rows_are_in_zigzag() -> None:
+    torch.manual_seed(0)
+    plan: dict[str, Any] = {"mesh": "cp=2", "inputs": {"x": "-, -, cp, -"}}
+    program = shardc.compile(Divided().double(), {"x": torch.randn(2, 2, 8, 4, dtype=torch.float64)}, plan=plan)
+    (note,) = [d for d in program.diagnostics if d.severity == "note"]
+    assert "dim 2 of x is in zigzag over cp" in note.message
+    assert note.hint == "context: {balance: none} gives each rank one run"
+
+
+class Channels(nn.Module):
+    """Dropout of whole channels, whose draw has a dim of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.dropout1d(self.w(x), 0.25) * F.dropout(x, 0.25)).pow(2).sum()
+
+
+@pytest.mark.parametrize("balance", ["none", "zigzag"])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_draws_with_a_dim_of_one_element(fuse: bool, balance: str) -> None:
+    torch.manual_seed(0)
+    plan = {"mesh": "dp=2, cp=2", "inputs": {"x": "dp, cp, -"}, "context": {"balance": balance}, "fuse": fuse}
+    x = torch.randn(4, 17, 4, dtype=torch.float64)
+    assert shardc.compile(Channels().double(), {"x": x}, plan=plan).verify().ok
