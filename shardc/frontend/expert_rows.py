@@ -31,7 +31,7 @@ from torch import Tensor, fx
 from shardc import torch_compat
 from shardc.frontend.expert_masks import EXPERTS, Chosen, Masks, choice_of, layout, shape_of
 from shardc.frontend.expert_replay import Batch, NotAlikeError, Recording, Root, replayed
-from shardc.frontend.memory_writes import has_views, is_written, writes_of, writes_to
+from shardc.frontend.memory_writes import has_views, is_written, memory_of, writes_of, writes_to
 from shardc.frontend.row_selection import Questions, harmless, name_of
 from shardc.frontend.selected_rows import SelectedRows, writes_in_place
 from shardc.ir.diagnostic import error
@@ -209,7 +209,9 @@ class _Pending:
         node = torch_compat.node_of(self.out)
         if node is None or self.last is None:
             return True
-        return bool(writes_to({node: False}, [write for write in writes_of(node.graph) if self.last < write]))
+        return bool(
+            writes_to({memory_of(node): False}, [write for write in writes_of(node.graph) if self.last < write])
+        )
 
 
 class ExpertHits:

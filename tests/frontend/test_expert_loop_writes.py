@@ -126,6 +126,21 @@ class Before(Mixture):
         return out.view_as(x)
 
 
+class Halved(Mixture):
+    """The same, where the sum is changed as a whole meanwhile."""
+
+    def moe(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, HIDDEN)
+        weights, ids = self.route(flat)
+        out = torch.zeros_like(flat)
+        for e in range(EXPERTS):
+            token, choice = torch.where(ids == e)
+            held = out[token]
+            out.mul_(0.5)
+            out.index_add_(0, token, self.experts[e](flat[token] + held) * weights[token, choice, None])
+        return out.view_as(x)
+
+
 def verified(model: Mixture) -> None:
     report = shardc.compile(model, {"x": rows()}, plan=PLAN).verify()
     assert report.ok, str(report)
@@ -148,7 +163,7 @@ def test_rows_are_given_as_they_are_then(kind: type[Mixture]) -> None:
     verified(made(kind))
 
 
-@pytest.mark.parametrize("kind", [Busy, Before])
+@pytest.mark.parametrize("kind", [Busy, Before, Halved])
 def test_what_has_no_masked_form_is_refused(kind: type[Mixture]) -> None:
     with pytest.raises(shardc.ShardcError) as refused:
         shardc.compile(made(kind), {"x": rows()}, plan=PLAN)
