@@ -131,7 +131,7 @@ def replayed(
         _refuse()
     replay = _Replay(batch, grouped, kept, certain, recording, every, tokens)
     kind, result = replay.of(tuple(cast("list[fx.Node]", nodes)))
-    replay.refuse_written(min(root for root in recording.roots if root in replay.of_rows))
+    replay.refuse_written()
     result = replay.in_order(kind, result)
     if result.shape[0] != flat.numel():
         _refuse()
@@ -403,6 +403,7 @@ class _Replay:
         if target not in _SHIFTED:
             return None
         inner = self._part_of_whole(sources)
+        self.leaves.update(nodes)
         return None if inner is None else _SHIFTED[target](inner, head)
 
     def _whole(self, node: fx.Node) -> Tensor | None:
@@ -411,10 +412,13 @@ class _Replay:
         self.leaves.add(node)
         return torch_compat.tensors_by_node().get(node)
 
-    def refuse_written(self, first: fx.Node) -> None:
-        """Refuse where what is read now has been written to since it was read first."""
+    def refuse_written(self) -> None:
+        """Refuse where what is read now has been written to since it was read first, or what is written once more was
+        written to by itself, as by `rows[:, 0] = 1`."""
+        walked = [*self.leaves, *self.single, *(node for nodes in self.memo for node in nodes)]
+        first = min(node for node in walked if node in self.recording.roots)
         writes = [write for write in writes_of(first.graph) if first < write]
-        if writes and writes_to(dict.fromkeys(self.leaves, False), writes):
+        if writes and writes_to(dict.fromkeys(walked, False), writes):
             _refuse()
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import Any, NoReturn, cast
 
 import torch
@@ -31,9 +31,9 @@ from torch import Tensor, fx
 from shardc import torch_compat
 from shardc.frontend.expert_masks import EXPERTS, Chosen, Masks, choice_of, layout, shape_of
 from shardc.frontend.expert_replay import Batch, NotAlikeError, Recording, Root, replayed
-from shardc.frontend.memory_writes import is_written
-from shardc.frontend.row_selection import Questions, harmless
-from shardc.frontend.selected_rows import SelectedRows
+from shardc.frontend.memory_writes import has_views, is_written, memory_of, writes_of, writes_to
+from shardc.frontend.row_selection import Questions, harmless, name_of
+from shardc.frontend.selected_rows import SelectedRows, writes_in_place
 from shardc.ir.diagnostic import error
 from shardc.ir.trees import flatten
 
@@ -83,6 +83,7 @@ class ExpertRows(SelectedRows):
     read: tuple[Tensor, Any] | None  # they are what stands in a tensor at places, and
     added: ExpertRows | None  # these more
     stale: bool  # the tensor waits for rows, which these are without
+    waits: tuple[_Pending, int] | None  # and for how many
     leading: bool  # a dim of size 1 stands before the rows
 
     @staticmethod
@@ -90,7 +91,7 @@ class ExpertRows(SelectedRows):
         self = torch_compat.wrapper(ExpertRows, rows)
         self.rows, self.mask, self.questions = rows, selection.mask_at(level), selection.loops.questions
         self.selection, self.level, self.safe, self.places, self.dims = selection, level, safe, None, ()
-        self.read, self.added, self.stale, self.leading = None, None, False, False
+        self.read, self.added, self.stale, self.waits, self.leading = None, None, False, None, False
         return self
 
     def derived(self, rows: Tensor, mask: Tensor) -> SelectedRows:
@@ -115,9 +116,24 @@ class ExpertRows(SelectedRows):
         every = self.selection.sizes(level)
         inner = self.rows.shape[1:]
         sizes = [size if label in self.level else 1 for label, size in zip(level, every, strict=True)]
-        rows = self.rows.reshape(*sizes, *inner).expand(*every, *inner).reshape(-1, *inner)
+        spread = self.rows.reshape(*sizes, *inner)
+        if (node := torch_compat.node_of(spread)) is not None:
+            self.selection.loops.spread.add(node)
+        rows = spread.expand(*every, *inner).reshape(-1, *inner)
         self.selection.loops.recording.lift(rows, self.rows)
         return ExpertRows.at(self.selection, level, rows)
+
+    def become(self, other: ExpertRows) -> None:
+        """Be what a call in place makes of these, for all who hold them."""
+        if other is self:
+            return
+        node = torch_compat.node_of(self.rows)
+        if node is None or has_views(node, self.selection.loops.spread):
+            what = "rows of a token are changed in place by numbers of each of its choices, and have views"
+            raise error("SC101", what, hint="write `rows = rows * weights` in the place of `rows *= weights`")
+        self.rows, self.mask, self.level, self.dims = other.rows, other.mask, other.level, other.dims
+        self.safe, self.read, self.added = other.safe, other.read, other.added
+        self.stale, self.waits = other.stale, other.waits
 
     @classmethod
     def __torch_function__(
@@ -134,6 +150,8 @@ class ExpertRows(SelectedRows):
         keys = {_key(rows.selection.chosen) for rows in given}
         if len(keys) == 1:
             level = tuple(sorted({label for rows in given for label in rows.level}))
+            if writes_in_place(name_of(func)) and isinstance(args[0], ExpertRows):
+                args[0].become(args[0].lifted(level))
             args, named = _lifted(args, level), _lifted(named, level)
         with loops.recording.call(args, named):
             return super().__torch_function__(func, types, args, named)
@@ -184,6 +202,16 @@ class _Given:
 class _Pending:
     out: Tensor
     given: list[_Given] = field(default_factory=list[_Given])
+    last: fx.Node | None = None  # of the calls that have given them
+
+    def is_written(self) -> bool:
+        """Has something else written to the tensor since?"""
+        node = torch_compat.node_of(self.out)
+        if node is None or self.last is None:
+            return True
+        return bool(
+            writes_to({memory_of(node): False}, [write for write in writes_of(node.graph) if self.last < write])
+        )
 
 
 class ExpertHits:
@@ -229,6 +257,7 @@ class ExpertLoops:
         self.masked: list[
             tuple[fx.Node, int, int]
         ] = []  # experts that compute all tokens: where, how many, of how many
+        self.spread: set[fx.Node] = set()  # views of rows that are of ours alone
         self._integers: dict[fx.Node, Tensor] = {}
         self._selections: dict[Any, Selection] = {}
         self._pending: dict[int | None, _Pending] = {}
@@ -331,6 +360,11 @@ class ExpertLoops:
         if not self._pending or _is_about(function):
             return
         leaves = flatten((args, dict(kwargs)))[0]
+        if args and isinstance(args[0], SelectedRows) and writes_in_place(name_of(function)):
+            written = torch_compat.storage_of(args[0].rows)
+            for memory, pending in list(self._pending.items()):
+                if any(torch_compat.storage_of(given.rows.rows) == written for given in pending.given):
+                    self._flush(memory)  # with rows as they are now
         of_loop = function in _READS and any(isinstance(leaf, ExpertRows) for leaf in leaves)
         masks = function is Tensor.__getitem__ and len(args) > 1 and self._is_mask(args[1])
         for leaf in leaves:
@@ -422,19 +456,25 @@ class ExpertLoops:
         source = source.reshape(math.prod(selection.sizes(level)), *t.shape[len(dims) :])
         if rest:
             source = source[(slice(None), *rest)]
-        stale = torch_compat.storage_of(t) in self._pending
+        waits = self._pending.get(torch_compat.storage_of(t))
         rows = ExpertRows.at(selection, level, harmless(source, selection.mask_at(level)), safe=True)
         self.recording.root(rows.rows, Root(source, level))
-        rows.read, rows.stale = (t, key), stale
+        rows.read, rows.stale = (t, key), waits is not None
+        rows.waits = (waits, len(waits.given)) if waits is not None else None
         return rows
 
     def refresh(self, rows: ExpertRows) -> None:
         """Rows that were read while more were to be added to them."""
         if rows.stale and rows.read is not None:
-            if rows.added is not None:
+            if rows.added is not None or rows.waits is None:
                 _refuse("a sum that is not written back")
             t, key = rows.read
-            self._flush(torch_compat.storage_of(t))
+            pending, count = rows.waits
+            memory = torch_compat.storage_of(t)
+            if len(pending.given) == count and self._pending.get(memory) is pending:
+                self._flush(memory)
+            elif len(pending.given) != count or pending.is_written():
+                _refuse("what a tensor held before more rows were added to it")
             anew = t[key]
             rows.rows, rows.stale, rows.safe = anew.rows, False, anew.safe
 
@@ -451,11 +491,15 @@ class ExpertLoops:
         one, two = read.lifted(level), other.lifted(level)
         with self.recording.call((one, two), {}):
             total = one.rows + two.rows
-        if func in (Tensor.__iadd__, Tensor.add_):
+        in_place = func in (Tensor.__iadd__, Tensor.add_)
+        if in_place:
             total = total.to(read.rows.dtype)
         made = ExpertRows.at(read.selection, level, total)
-        made.read, made.added, made.stale = read.read, other, read.stale
-        return made
+        made.read, made.added, made.stale, made.waits = read.read, other, read.stale, read.waits
+        if not in_place:
+            return made
+        cast("ExpertRows", a).become(made)
+        return a
 
     # ------------------------------------------------------------------ rows that are given
     def _added(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -535,6 +579,7 @@ class ExpertLoops:
     def _flush(self, memory: int | None) -> None:
         pending = self._pending.pop(memory)
         before = torch_compat.node_of(pending.out)
+        last = None if before is None else next(iter(reversed(before.graph.nodes)))
         remaining = pending.given
         while remaining:
             head = remaining[0]
@@ -547,9 +592,10 @@ class ExpertLoops:
             remaining = [given for given in remaining if all(given is not one for one in batch)]
             with torch.set_grad_enabled(head.graded):
                 self._hand_over(pending.out, batch)
-        after = torch_compat.node_of(pending.out)
-        if before is not None and after is not None and before is not after:
-            self.kept[after] = before
+        for node in () if last is None else dropwhile(lambda node: node is not last, last.graph.nodes):
+            pending.last = node
+            if node is not last and torch_compat.mutates(node):
+                self.kept[node] = torch_compat.written_by(node)[0]
 
     def _hand_over(self, out: Tensor, batch: Sequence[_Given]) -> None:
         """To a tensor the rows of several experts: in the grouped form, or else one expert after another."""

@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from kernels_triton.base.random import RANDOM_UNIFORM
 from shardc import torch_compat
+from shardc.frontend.memory_writes import memory_of, writes_of
 from shardc.frontend.provenance import Origin, first_tensor
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.ops.assumed import after
@@ -176,11 +177,17 @@ Decisions = Mapping[fx.Node, "bool | fx.Node"]  # which value of a `where` is ta
 
 
 def key_of(graph: fx.Graph, result: fx.Node, decisions: Decisions, keys: dict[Any, int]) -> int:
-    """A number for what a node computes: one and the same for the same ops of the same inputs, whatever is drawn."""
+    """A number for what a node computes: one and the same for the same ops of the same inputs, whatever is drawn, and
+    for the same writes to their memory, through whatever view."""
     root = graph.owning_module
     number: dict[fx.Node, int] = {}
-    needed = _needed(result, decisions)
+    written: dict[fx.Node, int] = {}  # by the call that made it: what memory has been written to, so far
+    needed = _needed(graph, result, decisions)
     inputs = 0
+
+    def read(node: fx.Node) -> str:
+        return f"%{number[node]}.{written.get(memory_of(node), '')}"
+
     for node in graph.nodes:
         if node.op == "placeholder":
             inputs += 1
@@ -199,21 +206,31 @@ def key_of(graph: fx.Graph, result: fx.Node, decisions: Decisions, keys: dict[An
             args = list(node.args)
             if node.target is RANDOM_UNIFORM:
                 args[1] = 0  # a layer that is dropped draws nothing, which moves the numbers of later draws
-            operands = fx.map_arg((tuple(args), node.kwargs), lambda one: f"%{number[one]}")  # pyright: ignore[reportArgumentType]
+            operands = fx.map_arg((tuple(args), node.kwargs), read)  # pyright: ignore[reportArgumentType]
             key = (node.op, str(node.target), repr(operands))
         number[node] = keys.setdefault(key, len(keys))
-    return number[result]
+        for memory in map(memory_of, torch_compat.written_by(node)):
+            written[memory] = keys.setdefault((written.get(memory), number[node]), len(keys))
+    return keys.setdefault(("result", read(result)), len(keys))
 
 
-def _needed(result: fx.Node, decisions: Decisions) -> set[fx.Node]:
+def _needed(graph: fx.Graph, result: fx.Node, decisions: Decisions) -> set[fx.Node]:
     needed: set[fx.Node] = set()
+    writes = [node for node in writes_of(graph) if _kept(node, decisions) is node]
     todo = [result]
     while todo:
-        node = todo.pop()
-        if node not in needed:
-            needed.add(node)
-            kept = _kept(node, decisions)
-            todo += node.all_input_nodes if kept is node else [kept]
+        while todo:
+            node = todo.pop()
+            if node not in needed:
+                needed.add(node)
+                kept = _kept(node, decisions)
+                todo += node.all_input_nodes if kept is node else [kept]
+        memory = {memory_of(node) for node in needed} if writes else set[fx.Node]()
+        todo = [
+            node
+            for node in writes
+            if node not in needed and not memory.isdisjoint(map(memory_of, torch_compat.written_by(node)))
+        ]
     return needed
 
 

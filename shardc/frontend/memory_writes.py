@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
@@ -16,15 +16,15 @@ def writes_of(graph: fx.Graph) -> list[fx.Node]:
 
 def writes_to(wanted: Mapping[fx.Node, bool], writes: Sequence[fx.Node]) -> list[tuple[fx.Node, bool]]:
     """The calls that write to the memory of some values, and are not among them."""
-    memory = {_memory(n) for n in wanted} if writes else set[fx.Node]()
+    memory = {memory_of(n) for n in wanted} if writes else set[fx.Node]()
     return [
         (n, False)
         for n in writes
-        if wanted.get(n, True) and not memory.isdisjoint(map(_memory, torch_compat.written_by(n)))
+        if wanted.get(n, True) and not memory.isdisjoint(map(memory_of, torch_compat.written_by(n)))
     ]
 
 
-def _memory(node: fx.Node) -> fx.Node:
+def memory_of(node: fx.Node) -> fx.Node:
     """The call whose memory a view lies in, and what is written in place."""
     while True:
         if torch_compat.shares_memory(node):
@@ -38,3 +38,9 @@ def _memory(node: fx.Node) -> fx.Node:
 def is_written(node: fx.Node) -> bool:
     """Whether a call has written to the memory of a value."""
     return bool(writes_to({node: False}, writes_of(node.graph)))
+
+
+def has_views(node: fx.Node, besides: Collection[fx.Node] = ()) -> bool:
+    """Whether a value is a view, or some value is one of it, besides these."""
+    readers = [user for user in node.users if user not in besides and torch_compat.shares_memory(user)]
+    return torch_compat.shares_memory(node) or any(user.all_input_nodes[0] is node for user in readers)

@@ -201,7 +201,7 @@ def _looked_up(table: Tensor, index: SelectedRows) -> SelectedRows:
 def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     head = next(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, SelectedRows))
     name = name_of(func)
-    writes = _writes(name)
+    writes = writes_in_place(name)
     if writes and not isinstance(args[0], SelectedRows):
         return _OTHERWISE  # rows that were not chosen would be written, too
     if name.strip("_") in _ELEMENTWISE:
@@ -262,7 +262,7 @@ def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(result)
 
 
-def _writes(name: str) -> bool:
+def writes_in_place(name: str) -> bool:
     """Whether a call of this name changes its first argument."""
     return name == "__setitem__" or (name[-1] == "_" != name[-2]) or (name.startswith("__i") and name != "__invert__")
 

@@ -50,6 +50,7 @@ EXACT: dict[str, Case] = {
     "a rank of padding alone": (lambda: nn.MaxPool2d(3, 1, 1), (2, 3, 5, 6), "sp=4", ROWS),
     "means": (lambda: nn.AvgPool2d(3, 2, 1), IMAGE, "sp=4", ROWS),
     "means without padding": (lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False), IMAGE, "sp=2", ROWS),
+    "means of five without padding": (lambda: nn.AvgPool2d(5, 2, 2, count_include_pad=False), IMAGE, "sp=2", ROWS),
     "of rows and columns": (
         lambda: nn.AvgPool2d(3, 1, 1, count_include_pad=False), (2, 3, 8, 8), "a=2, b=2", "-, -, a, b",
     ),

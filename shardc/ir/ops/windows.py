@@ -44,7 +44,7 @@ def _mean_anew(
     first = (torch.arange(rows, device=x.device) + current().index(tuple(axes)) * rows) * stride - padding
     beyond = padding if counts_padding else 0
     count = (first + extent).clamp(max=size + beyond) - first.clamp(min=-beyond)
-    scale = (extent / count.clamp(min=1)).to(torch.promote_types(x.dtype, torch.float32))
+    scale = extent / count.clamp(min=1).to(torch.promote_types(x.dtype, torch.float32))
     return (x * scale.view([-1 if d == dim else 1 for d in range(x.ndim)])).to(x.dtype)
 
 

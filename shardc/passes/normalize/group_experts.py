@@ -252,9 +252,12 @@ class _Grouping:
             for value in results(call):
                 if value is not None:
                     update(value, type=type_of(value).divided_by(by))
+        became: dict[fx.Node, fx.Node] = {}  # what one move yields, another may take
         for move in self.moves:
             with self.graph.fx.inserting_before(move.call):
-                self._replace(move.call, self._moved(move, perm, offs, by))
+                new = self._moved(replace(move, moved=became.get(move.moved, move.moved)), perm, offs, by)
+                self._replace(move.call, new)
+                became[move.call] = new
         for call in self.products:
             args = _given(call)
             with self.graph.fx.inserting_before(call):
