@@ -352,6 +352,8 @@ class SampleValues:
         numbers, options = [number(arg) for arg in args], {key: number(value) for key, value in kwargs.items()}
         if not asked or any(answer is self.refused for answer in asked):
             return self.refused
+        if args and numbers[0] is not args[0] and hasattr(function, "__objclass__"):
+            return self.refused  # a method of a tensor, which a number has not
         try:
             return function(*numbers, **options)
         except Exception as problem:

@@ -140,7 +140,7 @@ class BatchNorm(Net):
         return self.norm(h)
 
 
-@case(refused="SC104")
+@case(refused="SC101")
 class BatchNormOfAllSteps(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -39,6 +39,7 @@ from shardc.passes.base import Pass
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
+from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.fusion.fuse import Fuse
@@ -118,6 +119,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "localize": Localize,
     "online_softmax": OnlineSoftmax,
     "align": Align,
+    "overlap": Overlap,
     "bucket": Bucket,
     "fuse": Fuse,
 }

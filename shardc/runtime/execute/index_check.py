@@ -11,6 +11,7 @@ What forward asked of the sample's values (`assume`) is found out in the same wa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -62,7 +63,13 @@ class IndexCheck:
         Tensors on a device are left to the device's own checks. Wrong shapes and dtypes are checked elsewhere. What is
         assumed is checked of a `whole` microbatch, not of the part that a rank brings.
         """
-        self._check_indices(feed)
+        try:
+            self._check_indices(feed)
+        except ShardcError:
+            if whole:
+                with suppress(IndexError, RuntimeError):  # of what cannot be computed of such a batch
+                    self.assumptions.check(feed)  # the better reason, where one is broken
+            raise
         if whole:
             self.assumptions.check(feed)
 
@@ -93,6 +100,7 @@ class IndexCheck:
             if (slot, p.size) not in diagnostics:
                 what, name = self._describe_value(env, slot, p.value, first_bad, names)
                 counts = counts_on(value, p, first_bad[1]) and (slot not in self._inputs or "position" in name)
+                counts = counts and _is_table(operands(instruction.node)[0])
                 diagnostics[slot, p.size] = index_diagnostic(instruction.node, p, what, name, counts=counts)
         if diagnostics:
             raise ShardcError(*diagnostics.values())
@@ -110,6 +118,13 @@ class IndexCheck:
             return f"input '{name}' holds {bad} at {bad_positions[name][0].tolist()}", name
         name = f"%{info(index).name}"
         return f"{name}, computed from {' and '.join(sorted(names))}, holds {bad} at {position}", name
+
+
+def _is_table(value: fx.Node) -> bool:
+    """Is it a parameter or a buffer, perhaps cast, and not computed in the step?"""
+    while value.target is torch.ops.aten._to_copy.default:
+        value = value.all_input_nodes[0]
+    return value.op == "placeholder"
 
 
 class Assumptions:

@@ -153,8 +153,8 @@ def _grid(e: Emit, shape: Sequence[int], indices: Sequence[Node | None]) -> tupl
 
 
 def _constant_value(e: Emit, node: Node) -> torch.Tensor | None:
-    """The value of a constant."""
-    if not info(node).constant or math.prod(shape_of(node)) > KNOWN_ELEMENTS:
+    """The value of a constant; None of one that is not known, or is several results."""
+    if not info(node).constant or info(node).type is None or math.prod(shape_of(node)) > KNOWN_ELEMENTS:
         return None
 
     def compute() -> torch.Tensor | None:
