@@ -50,7 +50,7 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
         return []
     causes, said = Causes(graph), given(call)
     moves = reader.target in (SHIFT_JOIN, SUMS_BEHIND)
-    x, dim = (said["x"], said["dim"]) if moves else (said.get("input", said.get("self")), args["dim"])
+    x, dim = (said["x"], said["dim"]) if moves else (said["input" if "input" in said else "self"], args["dim"])
     first = sum(map(len, type_of(x).dims[:dim]))
     atoms = range(first, first + len(type_of(x).dims[dim]))
     summed = next(iter(rows.users)).target is HALO_SUM

@@ -6,6 +6,8 @@
 The calls of all experts are walked in lockstep, from the rows that are given back to those that were read. In each step
 they have to be the same calls; what differs may be weights: of a product, or of what goes element by element. A weight
 that is a part of a stacked one, `w[e]`, is that one again. What is drawn (dropout) is drawn once, for each slot.
+
+Longer than 400 lines: one walk, with a case for each kind of call.
 """
 
 from __future__ import annotations
@@ -243,7 +245,7 @@ class _Replay:
         if dim % len(shape) != len(shape) - 1 or columns != list(range(len(nodes))):
             _refuse()
         whole = torch.stack([self._source(node) for node in nodes], -1) if len(shape) != 2 else None
-        whole = self._alone(cast("fx.Node", table)) if whole is None and table in self.recording.known else whole
+        whole = self._alone(table) if whole is None and table in self.recording.known else whole
         whole = torch.stack([self._source(node) for node in nodes], -1) if whole is None else whole
         ids = self.ids if self.certain else self.ids.clamp(max=self.batch.experts - 1)
         if whole.dim() != 2 or whole.shape[0] != self.rows.tokens:

@@ -475,12 +475,12 @@ class ExpertLoops:
                 self._flush(memory)
             elif len(pending.given) != count or pending.is_written():
                 _refuse("what a tensor held before more rows were added to it")
-            anew = t[key]
+            anew: Any = t[key]
             rows.rows, rows.stale, rows.safe = anew.rows, False, anew.safe
 
     def _plus(self, func: Any, a: Any, b: Any) -> Any:
         """`out[token] + rows`, which may be written back."""
-        read, other = (a, b) if isinstance(a, ExpertRows) and a.read is not None and a.stale is not None else (b, a)
+        read, other = (a, b) if isinstance(a, ExpertRows) and a.read is not None else (b, a)
         if not isinstance(read, ExpertRows) or read.read is None or read.added is not None:
             return self.otherwise
         if not isinstance(other, ExpertRows) or _key(read.selection.chosen) != _key(other.selection.chosen):

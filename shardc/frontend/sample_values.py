@@ -194,7 +194,7 @@ class SampleValues:
             return places_of(mask, self, function is torch.where or kwargs.get("as_tuple", False))
         if function is torch.repeat_interleave and args[0].is_floating_point() and len(args) > 1:
             return self._repeated(*args, **kwargs)
-        if getattr(function, "__name__", "") == "bincount" and len(args) == 1 and kwargs.keys() == {"minlength"}:
+        if getattr(function, "__name__", "") == "bincount" and len(args) == 1 and set(kwargs) == {"minlength"}:
             counts = self.loops.bincount(args[0], kwargs["minlength"])
             if counts is not None:
                 return counts

@@ -10,7 +10,8 @@ Beside it, `substitution` puts the graph's inputs in the place of the model's ow
 are substituted, `loss_gradients` how gradients and hooks become part of the graph, `buffers` what forward makes of
 buffers, `traced_graph` what nodes and calls of modules are called, `provenance` how nodes know their module and source
 line, `python_state`, `state_holders` and `carried_state` what becomes of Python values that a step leaves behind,
-`python_random` that Python's random numbers are in no graph.
+`python_random` that Python's random numbers are in no graph. Longer than 400 lines: what is recorded once, or tried
+again with other decisions, is one sequence of calls.
 """
 
 from __future__ import annotations

@@ -222,10 +222,10 @@ def _sdpa_rows_bwd(
     *fakes, empty = _sdpa_rows_bwd_fake(
         g, q, k, v, mask, o, lse, dq, dk, dv, causal, scale, gqa, need_mask, rows, axes, step, last
     )
-    found = [
+    dq, dk, dv = (
         total if total.dtype == fake.dtype else fake.copy_(total) for total, fake in zip(totals, fakes, strict=True)
-    ]
-    return *found, empty if dmask is None else dmask.to(empty.dtype)
+    )
+    return dq, dk, dv, empty if dmask is None else dmask.to(empty.dtype)
 
 
 def _started(like: Tensor, so_far: Tensor | None, dtype: torch.dtype) -> Tensor:

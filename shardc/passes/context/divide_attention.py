@@ -71,7 +71,7 @@ class Divided(NamedTuple):
     costs: tuple[Cost, ...]
 
     @classmethod
-    def read(cls, said: tuple[str, str, str, list[list[object]]]) -> Divided:
+    def read(cls, said: Sequence[Any]) -> Divided:
         fqn, axes, strategy, costs = said
         return cls(fqn, axes, strategy, tuple(Cost(*cost) for cost in costs))  # type: ignore[arg-type]
 
@@ -165,7 +165,8 @@ class _Ways:
         keys, rows = self.k.shape[-2], self.q.shape[-2]
         size = self.mesh.size(self.axes)
         if not self.args["causal"] or not self._countable():
-            return (operations * keys * -(-rows // size) / rate,) * 2
+            each = operations * keys * -(-rows // size) / rate
+            return each, each
         pairs: list[float] = []
         for rank in self.mesh.group_of(0, self.axes):
             own, _ = tiles_at(
