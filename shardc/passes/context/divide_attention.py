@@ -17,8 +17,9 @@ waits for them or computes more than its share, as the hardware says.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import fx
 
