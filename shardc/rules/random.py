@@ -45,7 +45,8 @@ def _drawn(
     known = (
         Atom(size) if len(blocks_of(atom.size)) > 1 else atom for size, atom in zip(sizes, type.atoms, strict=False)
     )
-    flat = replace(type, dims=tuple((atom,) for atom in (*known, *type.atoms[len(sizes) :])))
+    atoms = (*known, *type.atoms[len(sizes) :])
+    flat = replace(type, dims=tuple((atom,) if int(atom.size) > 1 else () for atom in atoms))
     if len(sizes) == len(strides):
         offset = call.emit(aten.add.Tensor, call.args["offset"], call.offset(steps), type=call.operands[1])
         if base:

@@ -75,10 +75,11 @@ def leaves_nothing(build: Callable[[], nn.Module], batch: Any, loss: Any = None)
     expected = computed(build(), batch)
     empty_caches()
     model = build()
+    before = tensors_left()  # of other tests
     for _ in range(2):
         with contextlib.suppress(ShardcError):  # what is refused leaves nothing either
             shardc.compile(model, batch, mesh="dp=2", plan={"inputs": {"*": "dp"}}, loss=loss)
-    assert tensors_left() == []
+    assert [t for t in tensors_left() if not any(t is other for other in before)] == []
     for later in (model, build()):
         outputs = computed(later, batch)
         assert outputs.keys() == expected.keys()
