@@ -52,10 +52,11 @@ def _refuse() -> NoReturn:
 
 @dataclass(frozen=True)
 class Root:
-    """Rows as they were read: `source` has one for each element of a level."""
+    """Rows as they were read: `source` has one for each element of a level. `ids` say whose they are."""
 
     source: Tensor
     level: tuple[int, ...]
+    ids: fx.Node
 
 
 @dataclass
@@ -134,6 +135,7 @@ def replayed(
     replay = _Replay(batch, grouped, kept, certain, recording, every, tokens)
     kind, result = replay.of(tuple(cast("list[fx.Node]", nodes)))
     replay.refuse_written()
+    replay.refuse_reduced()
     result = replay.in_order(kind, result)
     if result.shape[0] != flat.numel():
         _refuse()
@@ -160,6 +162,7 @@ class _Replay:
         self.single: dict[fx.Node, Any] = {}
         self.of_rows: dict[fx.Node, bool] = {}
         self.leaves: set[fx.Node] = {batch.chosen.ids}
+        self.beside: set[fx.Node] = set()  # of these, what calls were given beside rows
 
     def of(self, nodes: tuple[fx.Node, ...]) -> tuple[str, Any]:
         """The value that these are, one of each expert: "rows", all in the order of experts; "plain", a tensor and its
@@ -362,6 +365,7 @@ class _Replay:
         """A value that rows are not needed for, as one expert has it."""
         if node in self.recording.known:
             self.leaves.add(node)
+            self.beside.add(node)
             tensor = self.recording.known[node]
             return tensor if torch_compat.node_of(tensor) is node else _refuse()
         if node not in self.single and node.op == "placeholder":
@@ -413,6 +417,20 @@ class _Replay:
             return self._alone(node)
         self.leaves.add(node)
         return torch_compat.tensors_by_node().get(node)
+
+    def refuse_reduced(self) -> None:
+        """Refuse where a number beside rows is computed of an expert's rows, as in `y == y.max()`: those that it was
+        computed of, and those in the grouped form, are rounded differently."""
+        roots = {node for node, root in self.recording.roots.items() if root.ids is self.batch.chosen.ids}
+        first = min(roots)
+        todo, seen = [*self.beside], set[fx.Node]()
+        while todo:
+            node = todo.pop()
+            if node in roots:
+                _refuse()
+            if node not in seen and first < node:
+                seen.add(node)
+                todo += node.all_input_nodes
 
     def refuse_written(self) -> None:
         """Refuse where what is read now has been written to since it was read first, or what is written once more was

@@ -320,7 +320,7 @@ class ExpertLoops:
             column = column if as_tuple else column[:, None]
             columns.append(ExpertRows.at(selection, labels, column))
             columns[-1].dims = (dim,)
-            self.recording.root(column, Root(column, labels))
+            self.recording.root(column, Root(column, labels, selection.chosen.ids))
         if as_tuple:
             return tuple(columns)
         return columns[0] if len(columns) == 1 else None
@@ -458,7 +458,7 @@ class ExpertLoops:
             source = source[(slice(None), *rest)]
         waits = self._pending.get(torch_compat.storage_of(t))
         rows = ExpertRows.at(selection, level, harmless(source, selection.mask_at(level)), safe=True)
-        self.recording.root(rows.rows, Root(source, level))
+        self.recording.root(rows.rows, Root(source, level, selection.chosen.ids))
         rows.read, rows.stale = (t, key), waits is not None
         rows.waits = (waits, len(waits.given)) if waits is not None else None
         return rows

@@ -5,6 +5,7 @@ Longer than 400 lines: each form is compared by the same few functions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -239,6 +240,38 @@ class Changing(Mixture):
             out.index_add_(0, token, self.experts[e](flat[token]) * weights[token, choice, None])
             flat.mul_(0.5)
         return out.view_as(x)
+
+
+class Reduced(Mixture):
+    """Rows meet a number that is computed of all rows of their expert."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.of = of
+
+    def moe(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, HIDDEN)
+        weights, ids = self.route(flat)
+        out = torch.zeros_like(flat)
+        for e in range(EXPERTS):
+            token, choice = torch.where(ids == e)
+            out.index_add_(0, token, self.of(self.experts[e](flat[token])) * weights[token, choice, None])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [lambda y: y * (y == y.amax()), lambda y: y * (y <= y.max().detach()), lambda y: y - y.mean()],
+    ids=["equals", "exceeds", "mean"],
+)
+def test_rows_that_meet_a_number_of_all_rows_are_compared_with_it_exactly(of: Callable[[Tensor], Tensor]) -> None:
+    """In the grouped form they would be rounded otherwise than those that the number was computed of."""
+    program = compiled(Reduced(of).double())
+    assert "SC129" in {d.code for d in program.diagnostics}
+    report = program.verify()
+    assert report.ok, str(report)
+    assert report.eager_error is not None
+    assert report.eager_error < 1e-12
 
 
 class Detached(Mixture):

@@ -280,19 +280,19 @@ class LeakyAtRandom(Net):
         return functional.rrelu(h, training=True)
 
 
-@case(refused="SC104")
+@case(random=True)
 class WholeNumbers(Net):
     def between(self, h: Tensor) -> Tensor:
         return h * torch.randint(1, 4, h.shape)
 
 
-@case(refused="SC104")
+@case(random=True)
 class WholeNumbersLike(Net):
     def between(self, h: Tensor) -> Tensor:
         return h * torch.randint_like(h, 1, 4)
 
 
-@case(refused="SC104")
+@case(random=True)
 class RowsMixed(Net):
     """Mixup: each row with that of another."""
 
