@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
+from shardc.runtime.checkpoint.checkpoint import Checkpoints
 from shardc.runtime.train.metrics import Metrics, count_items
 from tests.runtime.looped import TokenModel
 
@@ -71,6 +73,22 @@ def test_stopped_between_checkpoints_goes_back_to_the_last(tmp_path: Path) -> No
         rest = run(6, tmp_path / folder)
         assert [m.step for m in rest] == steps
         assert [m.loss for m in rest] == [m.loss for m in whole[steps[0] - 1 :]]
+
+
+def test_the_last_checkpoint_is_there_when_the_loop_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it was begun in the background, and the disk is slow."""
+    write = Checkpoints._write
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.3)
+        return write(*given)
+
+    monkeypatch.setattr(Checkpoints, "_write", slowly)
+    trainer, _ = started()
+    with trainer:
+        assert len(list(trainer.train(batches(), 2, checkpoint=tmp_path / "run", every=1, progress=False))) == 2
+        shutil.copytree(tmp_path / "run", tmp_path / "copied")
+    assert [m.step for m in run(3, tmp_path / "copied")] == [3]
 
 
 def epochs(folder: Path, count: int, stop: int = 0) -> list[float]:

@@ -190,6 +190,7 @@ def train(
                     save(asynchronous=False)
             raise
         save(asynchronous=False)
+        trainer.checkpoints.settle()  # the last of those in the background is there when the loop ends
         if interruptions.came:
             interruptions.end(interruptions.came)
     if trainer.leads and not stop and steps is not None and trainer.steps < steps:
