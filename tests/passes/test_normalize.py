@@ -359,6 +359,24 @@ def test_phases_are_not_merged_so_that_recomputation_stays() -> None:
     assert ops(graph) == Counter({"exp": 2, "arange": 1})
 
 
+def test_what_has_no_elements_is_of_no_input() -> None:
+    """As where a width that a model splits off is configured as 0: what is joined to it stays, as does its gradient."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        with torch.enable_grad():
+            kept, nothing = torch.split(x @ w, [4, 0], dim=-1)
+            turned = nothing.view(2, 3, 1, 0).transpose(1, 2) * 2 + 1
+            joined = torch.cat([kept.unsqueeze(1), turned.expand(2, 1, 3, 0)], -1)
+            loss = joined.pow(2).sum() + nothing.sum()
+        return loss, *torch.autograd.grad(loss, (x, w))
+
+    graph = agree(function, normal(2, 3, 5), normal(5, 4))
+    assert "cat" not in "".join(ops(graph))
+    values = [n for n in graph.calls() if info(n).type is not None]
+    assert not [n for n in values if 0 in type_of(n).shape and n.target is not aten.full.default]
+
+
 def test_random_draws_are_never_merged() -> None:
     graph = traced(lambda x: (aten.rand_like(x), aten.rand_like(x)), normal(3))
     assert ops(normalized(graph))["rand_like"] == 2

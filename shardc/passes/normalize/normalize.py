@@ -4,6 +4,7 @@
     addmm(b, x, w)      ->  mm(x, w) + b            the bias is added once
     cross entropy       ->  amax, exp, sum, one-hot  the vocabulary may be sharded
     batch norm          ->  sums / N                 statistics of the whole batch
+    split(x, [n, 0])[1] ->  full([..., 0], 0)        what has no elements is of no input; `cat` goes without it
 
 Needs: types with one atom a dim, no placements.
 Ensures: `only_core_ops`: no op of `REMOVED` is left. Every value is used or an input; identical pure calls
@@ -19,13 +20,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, info, op_name, type_of, update
+from shardc.ir.graph import Graph, info, op_name, operands, producer, type_of, update
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions import DECOMPOSITIONS, REMOVED, Emit
 from shardc.passes.normalize.decompositions.table import is_constant, is_random
 from shardc.rules.registry import bind_call
+
+aten = torch.ops.aten
 
 # A graph is compiled for no device in particular, and layout in memory is not its concern.
 PLACEMENT_ARGUMENTS = ("device", "layout", "pin_memory", "non_blocking", "memory_format")
@@ -35,6 +39,17 @@ def only_core_ops(graph: Graph) -> list[str]:
     """No op that normalize removes is left."""
     left = [n for n in graph.calls() if n.target in REMOVED]
     return [f"{info(n).name} is a {op_name(n.target)}, which normalize removes" for n in left]
+
+
+def _is_nothing(value: fx.Node) -> bool:
+    return value.target is aten.full.default and 0 in type_of(value).shape
+
+
+def _yields_nothing(node: fx.Node) -> bool:
+    """Whether a value has no elements, and not because an input has none: that is a batch without samples."""
+    if info(node).type is None or 0 not in type_of(node).shape or _is_nothing(node) or is_random(node.target):
+        return False
+    return all(_is_nothing(value) for value in operands(producer(node)[0]) if 0 in type_of(value).shape)
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,12 @@ class _Walk:
     def visit(self, node: fx.Node) -> None:
         emit = self.emit
         emit.at = node
+        if _yields_nothing(node):
+            with self.graph.fx.inserting_before(node):
+                self._replace(node, emit.full(type_of(node).shape, 0, type_of(node).dtype))
+            return
+        if node.target is aten.cat.default and self._join_without_nothing(node):
+            return
         if not node.kwargs.keys().isdisjoint(PLACEMENT_ARGUMENTS):
             node.kwargs = {k: v for k, v in node.kwargs.items() if k not in PLACEMENT_ARGUMENTS}
         function = DECOMPOSITIONS.get(node.target)
@@ -84,6 +105,17 @@ class _Walk:
                 if not node.users:
                     return
         self._merge(node)
+
+    def _join_without_nothing(self, node: fx.Node) -> bool:
+        """Leave out what a `cat` joins that has no elements. Whether one operand was left, which it is then."""
+        joined: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        left = [value for value in joined if not _is_nothing(value)]
+        if len(left) == 1 < len(joined):
+            self._replace(node, left[0])
+            return True
+        if left:
+            node.args = (left, *node.args[1:])
+        return False
 
     def _merge(self, node: fx.Node) -> None:
         """Use an identical earlier call instead, if there is one."""
