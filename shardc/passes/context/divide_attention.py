@@ -102,7 +102,8 @@ class DivideAttention(Pass):
             if axes:
                 self._divide(graph, node, axes)
         if self.strategy != "auto" and not self.chosen:
-            graph.diagnostics.append(_nothing_divided(self.strategy, calls))
+            why = "no rows of attention lie over its axes" if calls else "no module calls scaled_dot_product_attention"
+            graph.diagnostics.append(nothing_divided(self.strategy, why, *calls[:1]))
         return graph
 
     def _axes(self, mesh: Mesh, node: fx.Node) -> Axes:
@@ -302,13 +303,12 @@ def _cannot(node: fx.Node, asked: Cost, instead: str) -> Diagnostic:
     )
 
 
-def _nothing_divided(strategy: str, calls: list[fx.Node]) -> Diagnostic:
-    """Of a plan that asks for a strategy, where no rows of attention lie over an axis of it."""
-    about = info(calls[0]) if calls else None
-    why = "no rows of attention lie over its axes" if calls else "no module calls scaled_dot_product_attention"
+def nothing_divided(said: str, why: str, call: fx.Node | None = None) -> Diagnostic:
+    """Of a plan that asks for a strategy, where no attention is for it."""
+    about = info(call) if call is not None else None
     return Diagnostic(
         "SC240",
-        f"the plan says context: {strategy}, and no attention is divided so: {why}",
+        f"the plan says context: {said}, and no attention is divided so: {why}",
         "warning",
         location=(about.source or None) if about else None,
         source_text=(about.source_text or None) if about else None,
