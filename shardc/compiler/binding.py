@@ -62,7 +62,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
         hardware=hardware,
         limit=LimitExperts(plan.experts.factor, plan.experts.load or plan.experts.factor is not None),
         attention=DivideAttention(plan.context.axis, plan.context.attention, hardware),
-        keys=MergeKeys(plan.context.axis, plan.context.keys, hardware),
+        keys=MergeKeys(plan.context.axis, plan.context.keys, plan.context.attention, hardware),
         assign=Assign(plan.experts.dispatch, hardware),
         recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware),
         align=Align(plan.align, hardware),

@@ -259,6 +259,25 @@ def test_auto_sends_less(rows: int, keys: int, chosen: str) -> None:
     assert [said[2] for said in program.plan["context"]] == [chosen]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rows", "keys"), [(5, 34), (8, 64)])
+def test_rows_that_lie_over_the_axis_too_are_sent_instead(rows: int, keys: int, causal: bool) -> None:
+    program = merged(compiled(Cross(causal=causal), rows, keys, x="-, cp, -"))
+    exact(program)
+    if not causal and rows == 8:
+        ((*_, costs),) = program.plan["context"]
+        told = next(cost[1] for cost in costs if cost[0] == "merge")
+        moved = [c for c in program.collectives() if c.kind != "all_reduce"]
+        assert told == sum(c.bytes_per_rank for c in moved), moved
+        assert "sdpa.0.reduce_scatter" in [c.value for c in moved]
+
+
+@pytest.mark.parametrize(("rows", "keys", "chosen"), [(8, 1 << 18, "merge"), (1 << 14, 8, "all_gather")])
+def test_auto_of_rows_that_lie_over_the_axis_too(rows: int, keys: int, chosen: str) -> None:
+    program = compiled(Cross(1, 1), rows, keys, x="-, cp, -", context={"keys": "auto"})
+    assert [said[2] for said in program.plan["context"]] == [chosen]
+
+
 # ---------------------------------------------------------------------- what is said of it
 def test_it_is_said_and_explained() -> None:
     from shardc.cli.summary import divided_attention

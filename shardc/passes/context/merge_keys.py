@@ -10,8 +10,11 @@
 `settle_partials` decides, as of a product's. In backward the gradient of the queries is one, and keys and values have
 theirs where they lie. Sums are in float32: a call on halves is followed by a cast, behind the sum.
 
-Needs the wishes of `propagate`, and what `divide_attention` has left as it was. Ensures: forward and backward of a call
-say alike how they run. `chosen` is what was chosen for each layer, and what each way costs.
+Where rows lie over the axes too, and not as keys do, as in a decoder whose own sequence is sharded, `merge` sends rows,
+and their results are reduce-scattered: it is one more strategy beside those of `divide_attention`.
+
+Needs the wishes of `propagate`. Ensures: forward and backward of a call say alike how they run. `chosen` is what was
+chosen for each layer, and what each way costs.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.attention_keys import SDPA_KEYS, SDPA_KEYS_BWD
 from shardc.ir.ops.attention_rows import wide
 from shardc.ir.schema import given
-from shardc.ir.types import Axes, TensorType
+from shardc.ir.types import Atom, Axes, TensorType
 from shardc.passes.base import Pass
-from shardc.passes.context.divide_attention import BACKWARD, Cost, Divided, nothing_divided
+from shardc.passes.context.divide_attention import BACKWARD, Cost, Divided, Strategy, Ways, nothing_divided
 
 aten = torch.ops.aten
 Keys = Literal["auto", "all_gather", "merge"]
@@ -40,10 +43,12 @@ Keys = Literal["auto", "all_gather", "merge"]
 
 @dataclass(frozen=True)
 class MergeKeys(Pass):
-    """Choose, call by call. `axes` are those that `keys` is said of; none: whichever shard keys and not rows."""
+    """Choose, call by call. `axes` are those that `keys` is said of; none: whichever shard keys and not rows.
+    `strategy` is what is said of rows that lie over axes."""
 
     axes: Axes = ()
     keys: Keys = "auto"
+    strategy: Strategy = "auto"
     hardware: Hardware = DEFAULT
     chosen: list[Divided] = field(default_factory=list[Divided], compare=False)
 
@@ -54,33 +59,40 @@ class MergeKeys(Pass):
             if not axes or (self.axes and not {*axes} <= {*graph.mesh.resolve(self.axes)}):
                 continue
             call = _Call(graph, node, axes, self.hardware)
-            costs = (call.all_gather(), call.merge())
-            best = min(costs, key=lambda cost: cost.waits)
+            if call.rows and self.keys != "merge" and (self.keys != "auto" or self.strategy != "auto"):
+                continue  # as `divide_attention` is told
+            costs = call.costs()
+            best = min((cost for cost in costs if not cost.why), key=lambda cost: cost.waits)
             if self.keys != "auto":
                 best = next(cost for cost in costs if cost.strategy == self.keys)
             if best.strategy == "merge":
                 call.take()
+            elif call.rows:
+                continue
             self.chosen.append(Divided(info(node).fqn, ".".join(graph.mesh.merged(axes)), best.strategy, costs))
         if self.keys != "auto" and not self.chosen:
-            graph.diagnostics.append(
-                nothing_divided(f"{{keys: {self.keys}}}", "no keys lie over an axis that rows do not")
-            )
+            why = "no keys lie over an axis that rows do not"
+            graph.diagnostics.append(nothing_divided(f"{{keys: {self.keys}}}", why))
         return graph
 
 
 def _axes(node: fx.Node) -> Axes:
-    """The axes of a call's keys, if none of them shards its queries; none where a rank's keys would be no runs."""
+    """The axes of a call's keys, if none of them shards its queries, or all of them its rows, in another way; none
+    where a rank's keys would be no runs."""
     args = given(node)
     q, k, v = (type_of(args[name]) for name in ("q", "k", "v"))
-    first, *rest = k.dims[-2] or ((),)
-    if not first or k.dims[-2] != v.dims[-2] or {*first.axes} & q.axes or any(atom.axes for atom in rest):
-        return ()
+    first, *rest = k.dims[-2] or (Atom(1),)
     copied = isinstance(first.size, Blocks) and first.size.copied
-    return () if copied else first.axes
+    if k.dims[-2] != v.dims[-2] or any(atom.axes for atom in rest) or copied:
+        return ()
+    shared = {*first.axes} & q.axes
+    of_rows = {axis for atom in q.dims[-2] for axis in atom.axes}
+    apart = not shared or (shared == of_rows == {*first.axes} and q.shape[-2] != k.shape[-2])
+    return first.axes if apart else ()
 
 
 class _Call:
-    """One call: what its ways cost, and how it is made to go by merging."""
+    """One call: what its ways cost, and how it is made to go by merging. `rows`: its rows lie over the axes too."""
 
     def __init__(self, graph: Graph, node: fx.Node, axes: Axes, hardware: Hardware) -> None:
         self.graph, self.mesh, self.node, self.axes, self.hardware = graph, graph.mesh, node, axes, hardware
@@ -90,23 +102,35 @@ class _Call:
         calls = {user: None for value in (self.o, self.lse) if value is not None for user in value.users}
         self.backward = [call for call in calls if call.target is SDPA_BWD]
         self.size = self.mesh.size(axes)
+        self.rows = bool({*axes} & self.q.axes)
 
     # ------------------------------------------------------------------ what it costs
-    def all_gather(self) -> Cost:
+    def costs(self) -> tuple[Cost, ...]:
+        """Of each strategy."""
+        if not self.rows:
+            return (self._all_gather(), self._merge(0, 0))
+        others = Ways(self.graph, self.node, self.axes, self.hardware).costs()
+        q, o = self._bytes(self.q), self._bytes(self.q) // self.q.shape[-1] * self.v.shape[-1]
+        moved = (q + bool(self.backward) * (q + 2 * o)) * (self.size - 1)  # q; in backward q, the result, its gradient
+        return (*others, self._merge(moved, 1 + 3 * bool(self.backward)))
+
+    def _all_gather(self) -> Cost:
         """Keys and values are sent in forward, and again in backward; what a rank computes is what all do."""
         runs = 2 if self.backward else 1
         sent = runs * (self.size - 1) * (self._bytes(self.k) + self._bytes(self.v))
         seconds = self._seconds(sent, 2 * runs) + (self.size - 1) * self._products()
         return Cost("all_gather", sent, _micro(seconds))
 
-    def merge(self) -> Cost:
-        """The log-sums are gathered, the result is all-reduced, and in backward the gradient of the queries."""
-        rows = math.prod(self._without(self.q).local_shape(self.mesh)[:-1])
+    def _merge(self, moved: int, starts: int) -> Cost:
+        """The log-sums are gathered, and the result, and in backward the gradient of the queries, all-reduced; or
+        reduce-scattered, where rows lie over the axes and are `moved`."""
+        whole = self._without(self.q)
+        rows = math.prod(whole.local_shape(self.mesh)[:-1])
         number = wide(self.q.dtype).itemsize
-        output = rows * self.v.shape[-1] * number
-        reduced = output + (self._bytes(self._without(self.q)) if self.backward else 0)
-        sent = (self.size - 1) * rows * number + 2 * (self.size - 1) * reduced // self.size
-        return Cost("merge", sent, _micro(self._seconds(sent, 3 if self.backward else 2)))
+        reduced = rows * self.v.shape[-1] * number + (self._bytes(whole) if self.backward else 0)
+        sent = (self.size - 1) * rows * number + (1 if self.rows else 2) * (self.size - 1) * reduced // self.size
+        starts += 3 if self.backward else 2
+        return Cost("merge", sent + moved, _micro(self._seconds(sent + moved, starts)))
 
     def _without(self, type: TensorType) -> TensorType:
         return type.place([tuple(a for a in axes if a not in self.axes) for axes in type.placement])
