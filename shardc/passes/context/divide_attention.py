@@ -9,9 +9,9 @@ All of them are placements: of `sdpa` the rows are free, of `sdpa_ring` they lie
 are whole along its axes, where the wishes of its log-sums are made to lie over heads. So what is sent follows from
 types, and each way is exact. A ring is for a sequence that attends to itself, and whose mask needs no gradient.
 
-Needs the wishes of `propagate`; what `merge_keys` has taken is not its own. Ensures: attention says how it is divided, in
-forward and backward alike. `chosen` is what was chosen for each layer, and what each way costs: bytes that a rank sends
-in a microbatch, and the time that it waits for them or computes more than its share, as the hardware says.
+Needs the wishes of `propagate`; what `merge_keys` has taken is not its own. Ensures: attention says how it is divided,
+in forward and backward alike. `chosen` is what was chosen for each layer, and what each way costs: bytes that a rank
+sends in a microbatch, and the time that it waits for them or computes more than its share, as the hardware says.
 """
 
 from __future__ import annotations

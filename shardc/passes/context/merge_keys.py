@@ -62,7 +62,7 @@ class MergeKeys(Pass):
             if call.rows and self.keys != "merge" and (self.keys != "auto" or self.strategy != "auto"):
                 continue  # as `divide_attention` is told
             costs = call.costs()
-            best = min((cost for cost in costs if not cost.why), key=lambda cost: cost.waits)
+            best = min((cost for cost in costs if not cost.why), key=lambda cost: (cost.waits, cost.sent))
             if self.keys != "auto":
                 best = next(cost for cost in costs if cost.strategy == self.keys)
             if best.strategy == "merge":
