@@ -27,6 +27,7 @@ from shardc.ir.microbatch import CACHE
 from shardc.ir.placement import P
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.context.divide_attention import DivideAttention
+from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
@@ -61,6 +62,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
         hardware=hardware,
         limit=LimitExperts(plan.experts.factor, plan.experts.load or plan.experts.factor is not None),
         attention=DivideAttention(plan.context.axis, plan.context.attention, hardware),
+        keys=MergeKeys(plan.context.axis, plan.context.keys, plan.context.attention, hardware),
         assign=Assign(plan.experts.dispatch, hardware),
         recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware),
         align=Align(plan.align, hardware),

@@ -23,6 +23,7 @@ from shardc.passes.communication.combine import Combine
 from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.context.divide_attention import DivideAttention
+from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
@@ -62,6 +63,7 @@ class Options:
     store: Store = field(default_factory=Store)
     limit: LimitExperts = field(default_factory=LimitExperts)
     attention: DivideAttention = field(default_factory=DivideAttention)
+    keys: MergeKeys = field(default_factory=MergeKeys)
     assign: Assign = field(default_factory=Assign)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
@@ -89,6 +91,7 @@ def body_passes(
         SeedAnnotations(tuple(bound)),
         Propagate(),
         SplitSoftmax(),
+        options.keys,
         options.attention,
         options.store,
         options.assign,

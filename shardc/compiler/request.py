@@ -203,8 +203,8 @@ def compiled(request: Request) -> Compiled:
             _refuse_unequal_parts(plan, graphs.body, record.get("split", ()))
     if options.assign.chosen:
         record["dispatch"] = [list(choice) for choice in options.assign.chosen]
-    if options.attention.chosen:
-        record["context"] = [choice.plain() for choice in options.attention.chosen]
+    if divided := [*options.attention.chosen, *options.keys.chosen]:
+        record["context"] = [choice.plain() for choice in divided]
     if any(port.name == LOAD for port in graphs.body.outputs):
         record["experts"] = layers_of_experts(graphs.body)
     if graphs.traffic is not None:

@@ -7,6 +7,7 @@ an element, bound by memory, and not counted. What counts is what a rank compute
     sdpa_bwd    5 products:  q k^T again, as scores are not kept; those of dv, dp, dq and dk
     causal      half of either: what lies above the diagonal is not computed
     sdpa_rows   the same of the tiles that a rank computes: of the rank that has most, or of the one at a coordinate
+    sdpa_part   the same of tiles between a rank's rows and its keys
     sdpa_ring   a part of the rows, and all keys, as if no rank had more to do than others
     scan        every statement of its body, for each step: elements once, `dot` twice; a third of scan_backward, which
                 runs forward again
@@ -27,7 +28,8 @@ from torch import fx
 from shardc.ir.graph import Graph, Phase, info, op_name, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import in_microbatch
-from shardc.ir.ops.attention_rows import tiles_at
+from shardc.ir.ops.attention_keys import part_tiles
+from shardc.ir.ops.attention_rows import Tile, tiles_at
 from shardc.ir.ops.scan import sizes_of
 from shardc.ir.ops.scan_body import TIME, parse_body
 from shardc.ir.schema import given
@@ -56,17 +58,28 @@ def _rows(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, coordinate: Ma
     has most."""
     axes = mesh.resolve(a["axes"])
     places = [coordinate] if coordinate is not None else [mesh.coordinate(r) for r in mesh.group_of(0, axes)]
-    pairs = 0
-    for place in places:
-        tiles, _ = tiles_at(a["rows"], axes, a["step"], a["causal"], mesh, place)
-        halves = sum(2 * t.rows * t.keys - (t.rows * t.rows if t.diagonal else 0) for t in tiles)
-        pairs = max(pairs, halves)
+    pairs = max(_pairs(tiles_at(a["rows"], axes, a["step"], a["causal"], mesh, place)[0]) for place in places)
     return math.prod(a["q"][:-2]) * pairs * (of_keys * a["q"][-1] + of_values * a["v"][-1])
+
+
+def _part(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, coordinate: Mapping[str, int] | None) -> int:
+    """The same of the tiles between a rank's rows and its keys."""
+    lies = (a["rows"], mesh.resolve(a["row_axes"]), a["keys"], mesh.resolve(a["axes"]))
+    axes = (*lies[1], *lies[3])
+    places = [coordinate] if coordinate is not None else [mesh.coordinate(r) for r in mesh.group_of(0, axes)]
+    pairs = max(_pairs(part_tiles(*lies, a["causal"], mesh, place)) for place in places)
+    return math.prod(a["q"][:-2]) * pairs * (of_keys * a["q"][-1] + of_values * a["v"][-1])
+
+
+def _pairs(tiles: Sequence[Tile]) -> int:
+    """Twice the rows and keys that meet."""
+    return sum(2 * t.rows * t.keys - (t.rows * t.rows if t.diagonal else 0) for t in tiles)
 
 
 # op -> products over the dim of q and k, and over that of v
 RINGS: dict[str, tuple[int, int]] = {"shardc.sdpa_ring": (1, 1), "shardc.sdpa_ring_bwd": (3, 2)}
 ROWS: dict[str, tuple[int, int]] = {"shardc.sdpa_rows": (1, 1), "shardc.sdpa_rows_bwd": (3, 2)}
+PARTS: dict[str, tuple[int, int]] = {"shardc.sdpa_part": (1, 1), "shardc.sdpa_part_bwd": (3, 2)}
 
 
 def _convolution(a: Arguments, small: Shape) -> int:
@@ -111,13 +124,15 @@ COUNTS: dict[str, Callable[[Arguments, Shape], int]] = {
     "shardc.sdpa_bwd": lambda a, y: _attention(a, 3, 2),
     "shardc.sdpa_heads": lambda a, y: _attention(a, 1, 1),
     "shardc.sdpa_heads_bwd": lambda a, y: _attention(a, 3, 2),
+    "shardc.sdpa_keys": lambda a, y: _attention(a, 1, 1),
+    "shardc.sdpa_keys_bwd": lambda a, y: _attention(a, 3, 2),
     "shardc.scan": lambda a, y: _scan(a["body"], a["carried"], a["inputs"]),
     "shardc.scan_backward": lambda a, y: 3 * _scan(a["body"], [state[1:] for state in a["starts"]], a["inputs"]),
     "convolution": lambda a, y: _convolution(a, a["input"] if a["transposed"] else y),
     "convolution_backward": lambda a, y: _convolution_backward(a),
 }
 
-PRODUCTS = frozenset((*COUNTS, *RINGS, *ROWS))  # the ops that are counted
+PRODUCTS = frozenset((*COUNTS, *RINGS, *ROWS, *PARTS))  # the ops that are counted
 OF_EXPERTS = ("shardc.expert_mm", "shardc.expert_wgrad")  # whose first operand is rows, of tokens and of experts
 
 
@@ -167,6 +182,8 @@ def node_flops(body: Graph, node: fx.Node, coordinate: Mapping[str, int] | None 
     arguments = {name: argument(value) for name, value in given(node).items()}
     if op in ROWS:
         return _rows(arguments, *ROWS[op], body.mesh, coordinate)
+    if op in PARTS:
+        return _part(arguments, *PARTS[op], body.mesh, coordinate)
     if op in RINGS:
         axes = tuple(axis for atom in type_of(given(node)["k"]).dims[-2] for axis in atom.axes)
         return _ring(arguments, *RINGS[op], body.mesh, axes)

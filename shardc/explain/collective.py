@@ -22,13 +22,13 @@ from shardc.explain.halo import INHERENT, explained_by_rows, halo_trails
 from shardc.explain.plan_edits import propose
 from shardc.explain.provenance import Step, Trail, trails
 from shardc.explain.ring import INHERENT as RING
-from shardc.explain.ring import ring_trails
+from shardc.explain.ring import MERGED, PUT_IN, ring_trails
 from shardc.explain.what_if import Change, Cost, compiled, measure, removals
 from shardc.ir.collectives import Collective, bucket_of, collective, human_bytes, member, members
 from shardc.ir.diagnostic import did_you_mean, error
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.hardware import Hardware
-from shardc.ir.ops.attention_rows import NEXT_KEYS
+from shardc.ir.ops.attention_keys import MERGE_LSE
 from shardc.ir.ops.exchange import EXCHANGES, ROW_MOVES
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
@@ -127,7 +127,7 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
     node = program.body.by_name(target.value)
     if explained_by_rows(node):
         return _halo(program, target, node)
-    if node.target is NEXT_KEYS:
+    if node.target in PUT_IN:
         return _ring(program, target, node)
     findings = compiled(program.reference, bound, options, lambda graph: _look(graph, bound, node))
     removed = removals(program.reference, options, findings.moved, findings.cost, findings.candidates, seconds)
@@ -159,13 +159,14 @@ def _halo(program: Program, target: Collective, rows: fx.Node) -> Explanation:
 
 
 def _ring(program: Program, target: Collective, moved: fx.Node) -> Explanation:
-    """What lowering puts in for attention that goes by a ring, and what another strategy would cost."""
+    """What lowering puts in for attention by a ring, or by merging, and what another strategy would cost."""
     found = compiled(
         program.reference, bound_of(program), options_of(program), lambda graph: tuple(ring_trails(graph, moved))
     )
     about = info(moved)
     divided = _divided(program, moved)
-    return Explanation(target, about.fqn, about.source_text, found, (), 0, 0, (), RING, attention=divided)
+    inherent = MERGED if moved.target is MERGE_LSE else RING
+    return Explanation(target, about.fqn, about.source_text, found, (), 0, 0, (), inherent, attention=divided)
 
 
 def _divided(program: Program, node: fx.Node) -> str:
@@ -173,7 +174,8 @@ def _divided(program: Program, node: fx.Node) -> str:
     choices = [Divided.read(said) for said in program.plan.get("context", ())]
     choice = next((c for c in choices if c.fqn == info(node).fqn), None)
     transfer = collective(program.body, node)
-    if choice is None or transfer is None or transfer.kind == "all_reduce":
+    summed = transfer is not None and transfer.kind == "all_reduce"
+    if choice is None or transfer is None or (summed and choice.strategy != "merge"):
         return ""
     return str(choice)
 
@@ -201,7 +203,7 @@ def trails_of(program: Program, values: Sequence[str]) -> dict[str, tuple[Trail,
         nodes = {info(node).name: node for node in graph.calls()}
         trails_by_value: dict[str, tuple[Trail, ...]] = {}
         for value in values:
-            if value in body and body[value].target is NEXT_KEYS:
+            if value in body and body[value].target in PUT_IN:
                 trails_by_value[value] = tuple(ring_trails(graph, body[value]))
                 continue
             if value in body and explained_by_rows(body[value]):

@@ -1,6 +1,6 @@
-"""Why keys travel round a ring: the attention whose rows lie over an axis, and what put them there.
+"""Why keys travel round a ring, or ranks merge log-sums: the attention of a sharded sequence, and what sharded it.
 
-Rings are put in by `localize`, behind the graph that other collectives are explained by; there the call is found by
+Both are put in by `localize`, behind the graph that other collectives are explained by; there the call is found by
 name.
 """
 
@@ -11,15 +11,20 @@ from torch import fx
 from shardc.explain.provenance import Trail, step
 from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.graph import Graph, info, op_name, type_of
+from shardc.ir.ops.attention_keys import MERGE_LSE, WEIGH_PART
 from shardc.ir.ops.attention_rows import NEXT_KEYS, SDPA_ROWS_BWD
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
 
 INHERENT = "each row attends to the keys of all ranks; another strategy of `context` sends them, or heads, otherwise"
+MERGED = "each row attends to the keys of all ranks: `context: {keys: all_gather}` sends them instead"
+PUT_IN = (NEXT_KEYS, MERGE_LSE)  # the collectives explained here
 
 
 def attention_of(moved: fx.Node) -> fx.Node:
-    """The last step of the ring that reads what has moved a place."""
+    """The last step of the ring that reads what has moved a place, or the merge that reads log-sums."""
+    if moved.target is MERGE_LSE:
+        return next(user for user in moved.users if user.target is WEIGH_PART)
     node = moved
     while node.target is NEXT_KEYS:
         node = next(iter(node.users))
@@ -32,13 +37,14 @@ def attention_of(moved: fx.Node) -> fx.Node:
 
 
 def ring_trails(graph: Graph, moved: fx.Node) -> list[Trail]:
-    """A trail for each axis of a ring; none where the graph has not its attention."""
+    """A trail for each axis of a ring or a merge; none where the graph has not its attention."""
     last = attention_of(moved)
     nodes = {info(node).name: node for node in graph.calls()}
     about = info(last)
     call = nodes.get(about.name) or (nodes.get(about.origin.of) if about.origin is not None else None)
     if call is None:
         return []
+    merges = moved.target is MERGE_LSE
     causes, key, gradient = Causes(graph), given(call)["k"], last.target is SDPA_ROWS_BWD
     dim = type_of(key).ndim - 2
     first = sum(map(len, type_of(key).dims[:dim]))
@@ -50,7 +56,8 @@ def ring_trails(graph: Graph, moved: fx.Node) -> list[Trail]:
         way = causes.way(starts, axis)
         cause = str(graph.seeds[way[0][0][0]].cause) if way else ""
         why = f"dim {dim} of %{info(key).name} is sharded over {shown}, and rows attend to all of it"
-        needed = f"%{info(call).name} ({op_name(call.target)}) reads the keys of one rank after another"
+        reads = "merges the softmax over each rank's keys" if merges else "reads the keys of one rank after another"
+        needed = f"%{info(call).name} ({op_name(call.target)}) {reads}"
         steps = tuple(step(through, value) for (value, _), through in way if through is not None)
         roots = (way[0][0],) if way else ()
         trails.append(Trail(shown, why, needed, cause, False, gradient, steps, roots, (call,)))

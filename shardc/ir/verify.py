@@ -23,7 +23,7 @@ from shardc.ir.types import TensorType
 
 INPUT_ROLES = {"param", "buffer", "input", "seed", "share", "state", "hyper", "value", "sum"}
 OUTPUT_ROLES = {"loss", "grad", "output", "param", "buffer", "state", "value", "sum"}
-REDUCTIONS = {"sum", "max", "min"}
+REDUCTIONS = {"sum", "max", "min", "softmax"}
 TENSORS = (fx.Node, int, float, complex)  # torch wraps numbers
 VALUES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),

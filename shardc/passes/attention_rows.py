@@ -20,6 +20,7 @@ from shardc.ir.blocks import Blocks
 from shardc.ir.graph import operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.attention_keys import SDPA_KEYS, SDPA_KEYS_BWD
 from shardc.ir.ops.attention_rows import (
     ALL_KEYS,
     SDPA_HEADS,
@@ -36,7 +37,7 @@ from shardc.rules.attention_rows import rows_text
 Declared = Sequence[TensorType | None]
 BY_ROWS = (SDPA_ROWS, SDPA_ROWS_BWD)
 WHOLE = (SDPA, SDPA_BWD)
-ASKED = (SDPA_RING, SDPA_RING_BWD, SDPA_HEADS, SDPA_HEADS_BWD)
+ASKED = (SDPA_RING, SDPA_RING_BWD, SDPA_HEADS, SDPA_HEADS_BWD, SDPA_KEYS, SDPA_KEYS_BWD)
 # What a call on rows stands for, where it has all keys and where it is a step of a ring.
 MEANING: Mapping[Any, tuple[Any, Any]] = {SDPA_ROWS: (SDPA, SDPA_RING), SDPA_ROWS_BWD: (SDPA_BWD, SDPA_RING_BWD)}
 

@@ -28,17 +28,20 @@ from torch._ops import OpOverload
 
 from kernels_triton.generated.op import FUSED
 from kernels_triton.match.op import OPS as TEMPLATES
+from shardc.ir.attention_parts import SOFTMAX, merge_faults, weigh_faults
 from shardc.ir.blocks import Blocks
 from shardc.ir.graph import info, operands, producer, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.attention_keys import MERGE_LSE, WEIGH_PART
 from shardc.ir.ops.attention_rows import NEXT_KEYS
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.ops.local import told
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
+from shardc.passes.attention_keys import STANDS_FOR, as_of_whole, keys_faults
 from shardc.passes.attention_rows import ASKED, BY_ROWS, WHOLE, moved_faults, rows_faults, stands_for, uncounted
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import HALO_FAULTS, PlainCall, plain_call
@@ -106,11 +109,31 @@ def _rows_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh:
     if wrong := rows_faults(node, mesh):
         return wrong
     op, count = stands_for(node)
+    read = tuple(map(type_of, operands(node)[:count]))
+    return _of_whole(node, op, read, result_types, info(node).results, mesh)
+
+
+def _keys_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """Of attention of a rank's keys: those of the call on all ranks that it stands for, and of its merge."""
+    if wrong := keys_faults(node, result_types, mesh):
+        return wrong
+    shown, every = (as_of_whole(node, types, mesh) for types in (result_types, info(node).results))
+    return _of_whole(node, STANDS_FOR[node.target], tuple(map(type_of, operands(node))), shown, every, mesh)
+
+
+def _of_whole(
+    node: fx.Node,
+    op: OpOverload,
+    read: tuple[TensorType, ...],
+    result_types: Sequence[TensorType | None],
+    every: Sequence[TensorType | None],
+    mesh: Mesh,
+) -> list[str]:
+    """The faults of the call on all ranks that a local call stands for."""
     frozen = dict(zip(*_frozen(node), strict=True))
     names = tuple(argument.name for argument in schema_of(op).arguments)
     values = tuple([frozen.get(name, ()) for name in names])
-    read = tuple(map(type_of, operands(node)[:count]))
-    return list(_by_rule(op, names, values, read, tuple(result_types), tuple(info(node).results), mesh))
+    return list(_by_rule(op, names, values, read, tuple(result_types), tuple(every), mesh))
 
 
 # ---------------------------------------------------------------------- calls with a rule
@@ -194,7 +217,7 @@ def _compared(
         single_operand = projection.linear != "joint" and len(having) == 1 and having[0] in projection.linear
         if entry.kind == "view" and axis in layout.unseen:
             continue  # side by side
-        if not ((kind == "sum" and (joint or single_operand)) or (kind != "sum" and entry.op in FINITE)):
+        if not ((kind == "sum" and (joint or single_operand)) or (kind == "max" and entry.op in FINITE)):
             yield f"it is not linear in what is pending by {kind} over {axis}"
         passed.add((axis, kind))
     for k, (type, placement) in enumerate(zip(result_types, layout.results, strict=True)):
@@ -280,7 +303,7 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
         if name in args and not 0 <= args[name] < len(placement):
             return [f"{name} is {args[name]}, of {len(placement)} atoms"]
     if node.target in (collectives.all_reduce, collectives.reduce_scatter):
-        lacking = [axis for axis in axes if pending.pop(axis, None) != args["op"]]
+        lacking = [axis for axis in axes if pending.pop(axis, None) != args["op"] or args["op"] == SOFTMAX]
         if lacking:
             return [f"reduces by {args['op']} over {', '.join(lacking)}, pending is {_listed(before.partial)}"]
     elif set(axes) & before.partial_axes:
@@ -495,7 +518,7 @@ def _kernel(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh
     # A softmax's own maximum goes (see above). Terms that a view lays side by side, one a rank, are no sum any more.
     side_by_side = {axis for type in results for atom in type.atoms if atom.local(mesh) == 1 for axis in atom.axes}
     kept = {reduction for type in results for reduction in type.partial}
-    lost = {(axis, kind) for axis, kind in pending - kept if kind == "sum" and axis not in side_by_side}
+    lost = {(axis, kind) for axis, kind in pending - kept if kind != "max" and axis not in side_by_side}
     return faults + ([f"loses what is pending: {_listed(lost)}"] if lost and results else [])
 
 
@@ -508,6 +531,9 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **SHIFT_FAULTS,
     NEXT_KEYS: moved_faults,
     **dict.fromkeys(BY_ROWS, _rows_faults),
+    **dict.fromkeys(STANDS_FOR, _keys_faults),
+    MERGE_LSE: merge_faults,
+    WEIGH_PART: weigh_faults,
     local.mask_pad: _masked,
     local.mask_blocks: _masked_blocks,
     local.axis_offset: _offset,

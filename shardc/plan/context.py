@@ -4,6 +4,7 @@
     context: {attention: all_to_all}                      heads are divided instead, for the time of attention
     context: {axis: cp, attention: all_gather}            of this axis alone
     context: {axis: out.in, attention: hierarchical}      all-to-all along `in`, ring along `out`
+    context: {keys: merge}                                keys that lie over an axis and rows do not stay there
     context: {balance: zigzag}                            each rank has a run of rows from the front, one from the back
 
 What shards the sequence is said where anything is placed: `inputs: {input_ids: "dp, cp"}`.
@@ -22,15 +23,18 @@ from shardc.plan.values import FrozenValue, source_of
 
 Attention = Literal["auto", "ring", "all_gather", "all_to_all", "hierarchical"]
 Balance = Literal["auto", "zigzag", "none"]
+Keys = Literal["auto", "all_gather", "merge"]
 
 
 class Context(FrozenValue):
     """Of the axes that shard a sequence, major first (none said: whichever do): how its attention runs, and whether its
-    rows lie so that causal attention is as much work on all ranks. In short: the strategy."""
+    rows lie so that causal attention is as much work on all ranks. `keys`: how it runs where an axis shards keys alone.
+    In short: the strategy."""
 
     axis: tuple[str, ...] = ()
     attention: Attention = "auto"
     balance: Balance = "auto"
+    keys: Keys = "auto"
 
     @model_validator(mode="before")
     @classmethod
@@ -69,6 +73,11 @@ class Context(FrozenValue):
     def _read_balance(cls, value: Any, info: ValidationInfo) -> Any:
         return _one_of("balance", get_args(Balance), value, info, "balances")
 
+    @field_validator("keys", mode="before")
+    @classmethod
+    def _read_keys(cls, value: Any, info: ValidationInfo) -> Any:
+        return _one_of("keys", get_args(Keys), value, info, "strategies")
+
     def on(self, mesh: Mesh) -> Self:
         """Itself; ShardcError (SC201) where the mesh lacks one of the axes."""
         for axis in self.axis:
@@ -82,6 +91,8 @@ class Context(FrozenValue):
             said["attention"] = self.attention
         if self.balance != "auto":
             said["balance"] = self.balance
+        if self.keys != "auto":
+            said["keys"] = self.keys
         return said if said.keys() - {"attention"} else self.attention
 
 

@@ -9,7 +9,8 @@ gradient is one over every dim that the mask broadcasts.
 
 Where the mask is implied, a rank that has a part of the rows counts them in the sequence: `shardc.rules.attention_rows`
 makes the call local. So it does for `sdpa_ring`, whose keys lie as its rows do (`s` is a factor of both), and for
-`sdpa_heads`, whose rows are whole along the axes that divide its heads.
+`sdpa_heads`, whose rows are whole along the axes that divide its heads. Of `sdpa_keys` axes divide the keys: `o` is a
+sum over them, and `lse` is merged by the call itself (`shardc.rules.attention_keys`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from __future__ import annotations
 from typing import Any
 
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.attention_keys import SDPA_KEYS, SDPA_KEYS_BWD
 from shardc.ir.ops.attention_rows import SDPA_HEADS, SDPA_HEADS_BWD, SDPA_RING, SDPA_RING_BWD
+from shardc.rules.attention_keys import backward_by_keys, by_keys
+from shardc.rules.attention_keys import unfit as unfit_keys
 from shardc.rules.attention_rows import backward_by_rows, by_rows, unfit
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import example, rule
@@ -45,16 +49,16 @@ class _Labels:
 GROUPED = ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))
 
 
-def _register(forward: Any, backward: Any, *said: Any, ring: bool = False) -> None:
+def _register(forward: Any, backward: Any, *said: Any, ring: bool = False, by_key: bool = False) -> None:
     """`sdpa` and its backward; `said` are the last arguments of both in examples, beyond those of `sdpa`."""
-    whole = "t d e"
+    whole, split = ("d e", "t") if by_key else ("t d e", "")
     keys = 6 if ring else 5
     plain = ((2, 4, 6, 8), (2, 4, keys, 8), (2, 4, keys, 3))
 
     @rule(
         forward,
-        localize=by_rows,
-        unfit=unfit,
+        localize=by_keys if by_key else by_rows,
+        unfit=unfit_keys if by_key else unfit,
         examples=[
             (*plain, None, False, None, False, *said),
             (*GROUPED, None, True, 0.3, True, *said),
@@ -67,13 +71,13 @@ def _register(forward: Any, backward: Any, *said: Any, ring: bool = False) -> No
     ) -> Notation:
         labels = _Labels(q, k, mask, ring)
         ins = ", ".join(filter(None, (labels.q, labels.k, labels.v, labels.mask)))
-        return Notation(f"{ins} -> {labels.o}, {labels.lse}", whole=whole)
+        return Notation(f"{ins} -> {labels.o}, {labels.lse}", sum=split, whole=whole, merged=(1,))
 
     @rule(
         backward,
         linear=(0,),
-        localize=backward_by_rows,
-        unfit=unfit,
+        localize=backward_by_keys if by_key else backward_by_rows,
+        unfit=unfit_keys if by_key else unfit,
         examples=[
             ((2, 4, 6, 3), *plain, None, (2, 4, 6, 3), (2, 4, 6), False, None, False, False, *said),
             ((2, 4, 6, 8), *GROUPED, None, (2, 4, 6, 8), (2, 4, 6), True, 0.3, True, False, *said),
@@ -91,7 +95,7 @@ def _register(forward: Any, backward: Any, *said: Any, ring: bool = False) -> No
         free = " ".join(f"b{i}" for i in range(q.ndim - 2)) + " k r"
         return Notation(
             f"{ins} -> {labels.q}, {labels.k}, {labels.v}, {dmask}",
-            sum=f"{free} s",
+            sum=f"{free} s {split}",
             whole=whole,
             linear=(0,),
         )
@@ -100,3 +104,4 @@ def _register(forward: Any, backward: Any, *said: Any, ring: bool = False) -> No
 _register(SDPA, SDPA_BWD)
 _register(SDPA_HEADS, SDPA_HEADS_BWD, [])
 _register(SDPA_RING, SDPA_RING_BWD, [], ring=True)
+_register(SDPA_KEYS, SDPA_KEYS_BWD, ["a"], by_key=True)

@@ -43,6 +43,7 @@ class Notation:
     `linear="joint"`: all operands may be pending sums together (add, cat, any unary linear op).
     `linear="each"`: one operand at a time (mm, mul); a tuple lists which.
     `counts`: of an op whose local call asks where a rank's share lies, the only factors along which it asks.
+    `merged`: the results whose shards the local call puts together itself, so that nothing is pending of them.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Notation:
     sections: Sections = ()
     aligned: Aligned = ()
     counts: str | None = None
+    merged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +75,7 @@ class FactorRule:
     aligned: Aligned = ()
     counts: frozenset[str] | None = None
     by_block: bool = True  # does the op run on the blocks of an atom as on the atom?
+    merged: tuple[int, ...] = ()
 
     def counted(self, factor: str) -> bool:
         """Does the op ask where in this factor a rank's share lies?"""
@@ -200,7 +203,8 @@ def _fit(notation: Notation, operands: tuple[Shape, ...], results: tuple[Shape, 
         if missing:
             raise RuleError(_missing(notation, missing))
     counts = None if notation.counts is None else frozenset(names(notation.counts))
-    return FactorRule(ins, outs, sizes, reduces, whole, linear, notation.sections, notation.aligned, counts)
+    options = (notation.sections, notation.aligned, counts)
+    return FactorRule(ins, outs, sizes, reduces, whole, linear, *options, merged=notation.merged)
 
 
 @lru_cache(maxsize=65536)

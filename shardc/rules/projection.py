@@ -44,6 +44,7 @@ class Projection:
     reduces: dict[Piece, str]  # how shards of a result combine when the piece is missing from it
     linear: Linear
     tied: frozenset[Piece] = frozenset()  # atoms of blocks, which stand for an atom of one block in other tensors
+    merged: tuple[int, ...] = ()  # results whose shards the local call puts together itself
 
     @property
     def operand_pieces(self) -> frozenset[Piece]:
@@ -51,6 +52,8 @@ class Projection:
 
     def partial(self, split: dict[Piece, Axes], result: int) -> list[tuple[str, str]]:
         """Pending reductions of a result when the pieces are split so."""
+        if result in self.merged:
+            return []
         present = self.results[result]
         inputs = self.operand_pieces
         return [
@@ -157,8 +160,9 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
     closed = (frozenset(p for f in blocked for p in of_factor.get(f, ())) | opaque) - shared
     reduces = {p: kind for f, kind in rule.reduces.items() for p in of_factor.get(f, ())}
     return Projection(
-        tuple(names), tuple(sizes), tuple(laid[:count]), tuple(laid[count:]), closed, reduces, rule.linear, shared
-    )
+        tuple(names), tuple(sizes), tuple(laid[:count]), tuple(laid[count:]), closed, reduces, rule.linear, shared,
+        rule.merged,
+    )  # fmt: skip
 
 
 def _blocks_fail(rule: FactorRule, factor: str, blocks: Blocks) -> bool:

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
+from shardc.ir.attention_parts import broken_parts
 from shardc.ir.attention_rings import broken_rings
 from shardc.ir.collectives import collectives as collectives_of
 from shardc.ir.diagnostic import Diagnostic, ShardcError
@@ -81,7 +82,7 @@ def prove_body(body: Graph) -> Proof:
         f"{body.mesh.world_size} ranks run one body, in one order: each of its {count} collectives meets its whole "
         "group, and nothing else is sent; types, names and axes are sound, and rings of attention whole"
     )
-    broken = violations(body) or broken_rings(body)
+    broken = violations(body) or [*broken_rings(body), *broken_parts(body)]
     return Proof(tuple(Diagnostic("SC522", line, location=f"@{body.name}") for line in broken), checked)
 
 

@@ -42,6 +42,7 @@ from shardc.passes.communication.combine import Combine
 from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.context.divide_attention import DivideAttention
+from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
@@ -94,6 +95,7 @@ def spread_taps(lengths: list[int]) -> SpreadTaps:
 
 PASSES: Mapping[str, Callable[..., Pass]] = {
     "divide_attention": DivideAttention,
+    "merge_keys": MergeKeys,
     "normalize": Normalize,
     "group_experts": GroupExperts,
     "limit_experts": LimitExperts,

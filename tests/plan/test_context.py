@@ -22,6 +22,7 @@ from shardc.plan.schema import Plan
             "context:\n  axis: out.in\n  attention: hierarchical\n  balance: zigzag\n",
         ),
         ("hierarchical", "context: hierarchical\n"),
+        ({"keys": "merge"}, "context:\n  keys: merge\n"),
     ],
 )
 def test_round_trip(said: str | dict[str, object], dumped: str) -> None:
@@ -44,6 +45,7 @@ def test_a_wrong_key_is_hinted_at() -> None:
         ("context: true", r"'context' should be a mapping, not True"),
         ("context: {attention: [ring]}", r"'context.attention' should be one of .*, not \['ring'\]"),
         ("context: {balance: zagzig}", r"'context.balance' should be one of auto, zigzag, none, not 'zagzig'"),
+        ("context: {keys: gather}", r"'context.keys' should be one of auto, all_gather, merge, not 'gather'"),
         ("context: {axis: 3}", r"'context.axis' should be an axis, or several, major first, not 3"),
         ("context: {axis: cp.cp}", r"'context.axis' should be an axis, or several"),
         ("context: {axis: ''}", r"'context.axis' should be an axis, or several"),

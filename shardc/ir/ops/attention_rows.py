@@ -120,7 +120,8 @@ class Kernels(NamedTuple):
 REFERENCE = Kernels(attention.reference, attention.reference_backward)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What parts are merged in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -152,26 +153,42 @@ def _sdpa_rows(
     mask = _of_keys(mask, keys, step, k.shape[-2])
     once = last and o is None and len({tile.row for tile in todo}) == len(todo)
     total, sums = _sdpa_rows_fake(q, k, v, mask, o, lse, causal, scale, gqa, rows, axes, step, last)
-    if not once and total.dtype != _wide(q.dtype):
-        total = attention.empty(q, *total.shape, dtype=_wide(q.dtype))
+    if not once and total.dtype != wide(q.dtype):
+        total = attention.empty(q, *total.shape, dtype=wide(q.dtype))
     if o is None or lse is None:
         total.zero_()
         sums.fill_(float("-inf"))
     else:
         total.copy_(o)
         sums.copy_(lse)
+    add_tiles(kernels, todo, (q, k, v, mask), (total, sums), scale, gqa, once=once)
+    want = q.dtype if last else wide(q.dtype)
+    return (total if total.dtype == want else attention.empty(q, *total.shape, dtype=want).copy_(total)), sums
+
+
+def add_tiles(
+    kernels: Kernels,
+    todo: Sequence[Tile],
+    operands: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    into: tuple[Tensor, Tensor],
+    scale: float | None,
+    gqa: bool,
+    *,
+    once: bool = False,
+) -> None:
+    """Add tiles to the softmax so far, an output and its log-sums; `once`: they are all that there is of their rows."""
+    q, k, v, mask = operands
+    total, sums = into
     for tile in todo:
         queries = q.narrow(-2, tile.row, tile.rows)
         part = (t.narrow(-2, tile.key, tile.keys) for t in (k, v))
         result, its_sums = kernels.forward(queries, *part, _mask_tile(mask, tile), tile.diagonal, scale, gqa, True)
-        into, known = total.narrow(-2, tile.row, tile.rows), sums.narrow(-1, tile.row, tile.rows)
+        of_rows, known = total.narrow(-2, tile.row, tile.rows), sums.narrow(-1, tile.row, tile.rows)
         if once:
-            into.copy_(result)
+            of_rows.copy_(result)
             known.copy_(its_sums)
         else:
-            _merge(into, known, result, its_sums)
-    want = q.dtype if last else _wide(q.dtype)
-    return (total if total.dtype == want else attention.empty(q, *total.shape, dtype=want).copy_(total)), sums
+            _merge(of_rows, known, result, its_sums)
 
 
 def _merge(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -187,8 +204,8 @@ def _sdpa_rows_fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor | None, lse: Tensor | None,
     causal: bool, scale: float | None, gqa: bool, rows: str, axes: list[str], step: int, last: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dtype = q.dtype if last else _wide(q.dtype)
-    return attention.empty(q, *q.shape[:-1], v.shape[-1], dtype=dtype), q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
+    dtype = q.dtype if last else wide(q.dtype)
+    return attention.empty(q, *q.shape[:-1], v.shape[-1], dtype=dtype), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
 # ---------------------------------------------------------------------- backward
@@ -202,23 +219,9 @@ def _sdpa_rows_bwd(
     todo, keys = tiles_at(rows, axes, step, causal, context.mesh, context.coordinate)
     assert step == ALL_KEYS or not need_mask, "the gradient of a mask is not summed along a ring"
     columns = _of_keys(mask, keys, step, k.shape[-2])
-    totals = tuple(_started(t, so_far, _wide(t.dtype)) for t, so_far in ((q, dq), (k, dk), (v, dv)))
-    dmask = torch.zeros_like(columns, dtype=_wide(q.dtype)) if need_mask and columns is not None else None
-    for tile in todo:
-        its_rows = [t.narrow(-2, tile.row, tile.rows) for t in (g, q)]
-        its_keys = [t.narrow(-2, tile.key, tile.keys) for t in (k, v)]
-        result, sums = o.narrow(-2, tile.row, tile.rows), lse.narrow(-1, tile.row, tile.rows)
-        its_mask = _mask_tile(columns, tile)
-        *parts, mask_part = kernels.backward(
-            *its_rows, *its_keys, its_mask, result, sums.contiguous(), tile.diagonal, scale, gqa, need_mask, True
-        )
-        places = ((tile.row, tile.rows), (tile.key, tile.keys), (tile.key, tile.keys))
-        for total, part, (start, length) in zip(totals, parts, places, strict=True):
-            total.narrow(-2, start, length).add_(part)
-        if dmask is not None:
-            into = _mask_tile(dmask, tile)
-            assert into is not None
-            into.add_(mask_part)
+    totals = [_started(t, so_far, wide(t.dtype)) for t, so_far in ((q, dq), (k, dk), (v, dv))]
+    dmask = torch.zeros_like(columns, dtype=wide(q.dtype)) if need_mask and columns is not None else None
+    add_gradients(kernels, todo, (g, q, k, v, columns, o, lse), (*totals, dmask), scale, gqa)
     *fakes, empty = _sdpa_rows_bwd_fake(
         g, q, k, v, mask, o, lse, dq, dk, dv, causal, scale, gqa, need_mask, rows, axes, step, last
     )
@@ -226,6 +229,36 @@ def _sdpa_rows_bwd(
         total if total.dtype == fake.dtype else fake.copy_(total) for total, fake in zip(totals, fakes, strict=True)
     )
     return dq, dk, dv, empty if dmask is None else dmask.to(empty.dtype)
+
+
+def add_gradients(
+    kernels: Kernels,
+    todo: Sequence[Tile],
+    operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor],
+    into: Sequence[Tensor | None],
+    scale: float | None,
+    gqa: bool,
+) -> None:
+    """Add the gradients of tiles to those of q, k, v and, if it is there, the mask. `operands`: g, q, k, v, the mask, o
+    and lse, of all keys."""
+    g, q, k, v, mask, o, lse = operands
+    *totals, dmask = into
+    for tile in todo:
+        its_rows = [t.narrow(-2, tile.row, tile.rows) for t in (g, q)]
+        its_keys = [t.narrow(-2, tile.key, tile.keys) for t in (k, v)]
+        result, sums = o.narrow(-2, tile.row, tile.rows), lse.narrow(-1, tile.row, tile.rows)
+        need_mask, its_mask = dmask is not None, _mask_tile(mask, tile)
+        *parts, mask_part = kernels.backward(
+            *its_rows, *its_keys, its_mask, result, sums.contiguous(), tile.diagonal, scale, gqa, need_mask, True
+        )
+        places = ((tile.row, tile.rows), (tile.key, tile.keys), (tile.key, tile.keys))
+        for total, part, (start, length) in zip(totals, parts, places, strict=True):
+            assert total is not None
+            total.narrow(-2, start, length).add_(part)
+        if dmask is not None:
+            its_total = _mask_tile(dmask, tile)
+            assert its_total is not None
+            its_total.add_(mask_part)
 
 
 def _started(like: Tensor, so_far: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -239,7 +272,7 @@ def _sdpa_rows_bwd_fake(
     need_mask: bool, rows: str, axes: list[str], step: int, last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dmask = mask.new_empty(mask.shape) if need_mask and mask is not None else q.new_empty(0)
-    dtype = q.dtype if last else _wide(q.dtype)
+    dtype = q.dtype if last else wide(q.dtype)
     return attention.empty(q, *q.shape, dtype=dtype), attention.empty(k, *k.shape), attention.empty(v, *v.shape), dmask
 
 

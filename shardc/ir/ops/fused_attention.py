@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from kernels_triton.base.library import LIBRARY
 from shardc import torch_compat
-from shardc.ir.ops import attention
+from shardc.ir.ops import attention, attention_keys
 from shardc.ir.ops.attention_rows import Kernels, register_kernels
 
 Kernel = Literal["cudnn", "flash", "efficient", "reference"]
@@ -136,3 +136,4 @@ def _chosen(
 LIBRARY.impl("sdpa", _sdpa, "CUDA")
 LIBRARY.impl("sdpa_bwd", _sdpa_bwd, "CUDA")
 register_kernels("CUDA", Kernels(_sdpa, _sdpa_bwd))
+attention_keys.register_kernels("CUDA", Kernels(_sdpa, _sdpa_bwd))

@@ -9,9 +9,9 @@ All of them are placements: of `sdpa` the rows are free, of `sdpa_ring` they lie
 are whole along its axes, where the wishes of its log-sums are made to lie over heads. So what is sent follows from
 types, and each way is exact. A ring is for a sequence that attends to itself, and whose mask needs no gradient.
 
-Needs the wishes of `propagate`. Ensures: attention says how it is divided, in forward and backward alike. `chosen` is
-what was chosen for each layer, and what each way costs: bytes that a rank sends in a microbatch, and the time that it
-waits for them or computes more than its share, as the hardware says.
+Needs the wishes of `propagate`; what `merge_keys` has taken is not its own. Ensures: attention says how it is divided,
+in forward and backward alike. `chosen` is what was chosen for each layer, and what each way costs: bytes that a rank
+sends in a microbatch, and the time that it waits for them or computes more than its share, as the hardware says.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from shardc.ir.graph import Graph, info, results, type_of, update
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.attention_keys import SDPA_KEYS
 from shardc.ir.ops.attention_rows import (
     ALL_KEYS,
     SDPA_HEADS,
@@ -102,7 +103,9 @@ class DivideAttention(Pass):
             if axes:
                 self._divide(graph, node, axes)
         if self.strategy != "auto" and not self.chosen:
-            graph.diagnostics.append(_nothing_divided(self.strategy, calls))
+            calls = calls or [node for node in graph.calls() if node.target is SDPA_KEYS]
+            why = "no rows of attention lie over its axes" if calls else "no module calls scaled_dot_product_attention"
+            graph.diagnostics.append(nothing_divided(self.strategy, why, *calls[:1]))
         return graph
 
     def _axes(self, mesh: Mesh, node: fx.Node) -> Axes:
@@ -112,7 +115,7 @@ class DivideAttention(Pass):
         return tuple(axis for axis in lies if axis in named)
 
     def _divide(self, graph: Graph, node: fx.Node, axes: Axes) -> None:
-        ways = _Ways(graph, node, axes, self.hardware)
+        ways = Ways(graph, node, axes, self.hardware)
         costs = ways.costs()
         possible = [cost for cost in costs if not cost.why]
         best = min(possible, key=lambda cost: cost.waits)
@@ -125,7 +128,7 @@ class DivideAttention(Pass):
         self.chosen.append(Divided(info(node).fqn, ".".join(graph.mesh.merged(axes)), best.strategy, tuple(costs)))
 
 
-class _Ways:
+class Ways:
     """Of one call, what the ways of dividing it cost, and how it is made to go one of them."""
 
     def __init__(self, graph: Graph, node: fx.Node, axes: Axes, hardware: Hardware) -> None:
@@ -302,13 +305,12 @@ def _cannot(node: fx.Node, asked: Cost, instead: str) -> Diagnostic:
     )
 
 
-def _nothing_divided(strategy: str, calls: list[fx.Node]) -> Diagnostic:
-    """Of a plan that asks for a strategy, where no rows of attention lie over an axis of it."""
-    about = info(calls[0]) if calls else None
-    why = "no rows of attention lie over its axes" if calls else "no module calls scaled_dot_product_attention"
+def nothing_divided(said: str, why: str, call: fx.Node | None = None) -> Diagnostic:
+    """Of a plan that asks for a strategy, where no attention is for it."""
+    about = info(call) if call is not None else None
     return Diagnostic(
         "SC240",
-        f"the plan says context: {strategy}, and no attention is divided so: {why}",
+        f"the plan says context: {said}, and no attention is divided so: {why}",
         "warning",
         location=(about.source or None) if about else None,
         source_text=(about.source_text or None) if about else None,

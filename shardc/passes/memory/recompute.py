@@ -45,6 +45,7 @@ from shardc.ir.graph import (
     update,
 )
 from shardc.ir.hardware import DEFAULT, Hardware
+from shardc.ir.ops.attention_keys import SDPA_KEYS
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.provenance import Derivation
 from shardc.ir.schema import schema_of
@@ -54,7 +55,7 @@ from shardc.passes.memory.recompute_liveness import Step, activation_bytes, is_v
 
 Mode = Literal["none", "full", "selective", "budget"]
 
-ATTENTION = {"bmm", "shardc.sdpa"}  # products of activations alone; all others have a weight
+ATTENTION = {"bmm", "shardc.sdpa", "shardc.sdpa_keys"}  # products of activations alone; all others have a weight
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ class Recompute(Pass):
             if sent is None or not self.collectives:
                 return None
             return round(sent.bytes_per_rank * self.hardware.flops_per_sent_byte(sent.axes))
+        if call.target is SDPA_KEYS and not self.collectives:  # its log-sums are gathered
+            return None
         if self.mode == "full" and not segment and len(forward.segments) > 1:
             return None
         work = _work(forward.graph, call, self.hardware)

@@ -25,6 +25,7 @@ from shardc.ir.index_operands import positions
 from shardc.ir.ops import local
 from shardc.ir.types import Atom, Axes, TensorType
 from shardc.passes.base import Pass, split_of
+from shardc.rules.attention_keys import ALWAYS_LOCAL
 from shardc.rules.local import LocalCall
 from shardc.rules.projection import Projection, project, result_types
 from shardc.rules.registry import OpRule, bind_call, find_rule
@@ -174,7 +175,7 @@ def _place_unused(node: fx.Node, projection: Projection, split: dict[int, Axes])
 
 
 def _rewrite(graph: Graph, node: fx.Node, entry: OpRule, projection: Projection, split: dict[int, Axes]) -> None:
-    if entry.localize is not None and split:
+    if entry.localize is not None and (split or node.target in ALWAYS_LOCAL):
         call = LocalCall(
             graph,
             node,

@@ -26,8 +26,10 @@ from shardc.ir.graph import Graph, info, operands, producer, results, type_of, u
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.attention_keys import SDPA_KEYS
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.base import Pass, split_of
+from shardc.passes.normalize.decompositions.table import HALF
 from shardc.passes.sharding.atomize import UPDATES
 from shardc.passes.sharding.casts import narrow_gradients
 from shardc.rules.projection import Projection, project
@@ -102,7 +104,8 @@ def _cut(
 ) -> list[_Op]:
     """The ops that run on sums pending over the axis.
 
-    What is `repeated` would be resolved once a microbatch; what is `late` waits, unless its reader cannot.
+    Parts of attention on halves are summed in float32, before they are cast. What is `repeated` would be resolved once
+    a microbatch; what is `late` waits, unless its reader cannot.
     """
     generated: set[fx.Node] = set()
     pending: set[fx.Node] = set()
@@ -122,7 +125,7 @@ def _cut(
         if through:
             eligible[op] = through
             pending.update(v for v in op.outs if v is not None)
-        readable.update(v for v in op.outs if v in pending and v not in graph.seeds)
+        readable.update(v for v in op.outs if v in pending and v not in graph.seeds and not _is_wide(op))
         for i, v in enumerate(op.sources):
             if v in pending:
                 users.setdefault(v, []).append((op, i))
@@ -167,6 +170,11 @@ def _cut(
             if all((w, "p") in near for w in op.outs if w is not None):
                 chosen.append(op)
     return chosen
+
+
+def _is_wide(op: _Op) -> bool:
+    """Does the call compute parts of attention on halves?"""
+    return op.node.target is SDPA_KEYS and type_of(op.sources[0]).dtype in HALF
 
 
 def _components(

@@ -1,0 +1,172 @@
+"""Attention whose keys lie over axes that its rows do not: each rank has the softmax over its own keys, and merges it.
+
+    o_i, lse_i = sdpa_part(q, k_i, v_i)          the softmax over a rank's keys, and the log of its sum
+    lse        = merge_lse(lse_i)                the log of the sum over all keys: one number a row and head is gathered
+    o_i, lse   = weigh_part(o_i, lse_i, lse)     o_i exp(lse_i - lse): the terms of a sum over ranks
+
+    scores [1, 3 | 2], values [a, b | c], the bar between two ranks: lse_i = 3.13, 2, and lse = 3.41
+    o = 0.12 a + 0.88 b | c, weighed by exp(3.13 - 3.41) = 0.76 and exp(2 - 3.41) = 0.24
+
+A part, and the log of its sum, are pending by `softmax`: nothing but the two calls that merge them may read them. What
+comes of it is a pending sum like any other. Backward needs no part: from `lse` over all keys a rank has the
+probabilities of its own, so the gradients of its keys and values, and a term of the queries' (FlashAttention-2,
+arXiv:2307.08691, 3.1.2). A row that sees none of a rank's keys has lse_i = -inf and the weight 0; one that sees no key
+at all yields 0.
+
+`sdpa_keys` is `sdpa` on global tensors whose keys lie over `axes`; `localize` leaves none of it. Its result is in
+float32 where operands are halves, and so are parts, weights and their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels_triton.base.library import LIBRARY, define
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops import attention
+from shardc.ir.ops.attention_rows import (
+    REFERENCE,
+    Kernels,
+    Tile,
+    add_gradients,
+    add_tiles,
+    layout,
+    tiles,
+    wide,
+)
+from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps, run_collective
+from shardc.ir.ops.context import current
+from shardc.ir.ops.local import AXES_READ
+
+
+def part_tiles(
+    rows: str,
+    row_axes: Sequence[str],
+    keys: str,
+    axes: Sequence[str],
+    causal: bool,
+    mesh: Mesh,
+    coordinate: Mapping[str, int],
+) -> list[Tile]:
+    """What a rank computes of attention between its rows and its keys, padding left out."""
+    of_rows = layout(rows, mesh.resolve(row_axes), mesh, coordinate)
+    return tiles(of_rows, layout(keys, mesh.resolve(axes), mesh, coordinate), causal)
+
+
+def _todo(args: Sequence[Any], causal: bool) -> list[Tile]:
+    context = current()
+    rows, row_axes, keys, axes = args
+    return part_tiles(rows, row_axes, keys, axes, causal, context.mesh, context.coordinate)
+
+
+def _sdpa_part(
+    kernels: Kernels,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool,
+    *lies: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    total, sums = _sdpa_part_fake(q, k, v, mask, causal, scale, gqa, *lies)
+    todo = _todo(lies, causal)
+    once = len({tile.row for tile in todo}) == len(todo)
+    total.zero_()
+    sums.fill_(float("-inf"))
+    add_tiles(kernels, todo, (q, k, v, mask), (total, sums), scale, gqa, once=once)
+    return total, sums
+
+
+def _sdpa_part_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool, *said: Any
+) -> tuple[Tensor, Tensor]:
+    dtype = wide(q.dtype)
+    return attention.empty(q, *q.shape[:-1], v.shape[-1], dtype=dtype), q.new_empty(q.shape[:-1], dtype=dtype)
+
+
+def _sdpa_part_bwd(
+    kernels: Kernels,
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool, *lies: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    empty = attention.sdpa_bwd_fake(g, q, k, v, mask, o, lse, causal, scale, gqa, need_mask)
+    totals = [attention.empty(t, *t.shape, dtype=wide(t.dtype)).zero_() for t in (q, k, v)]
+    dmask = torch.zeros_like(mask, dtype=wide(q.dtype)) if need_mask and mask is not None else None
+    add_gradients(kernels, _todo(lies, causal), (g, q, k, v, mask, o, lse), (*totals, dmask), scale, gqa)
+    dq, dk, dv = (t if t.dtype == e.dtype else e.copy_(t) for t, e in zip(totals, empty, strict=False))
+    return dq, dk, dv, empty[3] if dmask is None else dmask.to(empty[3].dtype)
+
+
+def _weigh_part(o: Tensor, lse: Tensor, every: Tensor) -> tuple[Tensor, Tensor]:
+    finite = every.masked_fill(every == float("-inf"), 0.0)
+    weighed = attention.empty(o, *o.shape)
+    return torch.mul(o, (lse - finite).exp().unsqueeze(-1), out=weighed), every.clone()
+
+
+def _merge_lse(lse: Tensor, axes: list[str]) -> Steps:
+    every = yield Exchange("all_gather", lse.contiguous(), tuple(axes))
+    return torch.logsumexp(every, 0)
+
+
+# ---------------------------------------------------------------------- what a rank runs
+LIES = "str rows, str[] row_axes, str keys, str[] axes"
+SDPA_PART = define(
+    f"sdpa_part(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa, {LIES})"
+    " -> (Tensor o, Tensor lse)",
+    partial(_sdpa_part, REFERENCE),
+    _sdpa_part_fake,
+)
+SDPA_PART_BWD = define(
+    "sdpa_part_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, bool causal, "
+    f"float? scale, bool gqa, bool need_mask, {LIES}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    partial(_sdpa_part_bwd, REFERENCE),
+    lambda *args: attention.sdpa_bwd_fake(*args[:-4]),
+)
+MERGE_LSE = define(
+    "merge_lse(Tensor x, str[] axes) -> Tensor",
+    partial(run_collective, _merge_lse),
+    lambda x, axes: x.new_empty(x.shape),
+)
+COLLECTIVES[MERGE_LSE] = _merge_lse
+WEIGH_PART = define(
+    "weigh_part(Tensor o, Tensor lse, Tensor every) -> (Tensor o, Tensor lse)",
+    _weigh_part,
+    lambda o, lse, every: (attention.empty(o, *o.shape), torch.empty_like(every)),
+)
+
+
+def register_kernels(device: str, kernels: Kernels) -> None:
+    """Compute tiles so on a kind of device."""
+    LIBRARY.impl("sdpa_part", partial(_sdpa_part, kernels), device)
+    LIBRARY.impl("sdpa_part_bwd", partial(_sdpa_part_bwd, kernels), device)
+
+
+def _axes_of(*args: Any) -> list[str]:
+    """Both axes of a call are among its last four arguments."""
+    return [*args[-3], *args[-1]]
+
+
+AXES_READ[SDPA_PART] = AXES_READ[SDPA_PART_BWD] = _axes_of
+
+
+# ---------------------------------------------------------------------- what is asked for, on global tensors
+def _sdpa_keys(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool, axes: list[str]
+) -> tuple[Tensor, Tensor]:
+    o, lse = attention.reference(q, k, v, mask, causal, scale, gqa)
+    return (o if o.dtype == lse.dtype else attention.empty(o, *o.shape, dtype=lse.dtype).copy_(o)), lse
+
+
+SDPA_KEYS = define(
+    "sdpa_keys(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa, str[] axes)"
+    " -> (Tensor o, Tensor lse)",
+    _sdpa_keys,
+    _sdpa_part_fake,
+)
+SDPA_KEYS_BWD = define(
+    "sdpa_keys_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, bool causal, "
+    "float? scale, bool gqa, bool need_mask, str[] axes) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    lambda *args: attention.reference_backward(*args[:-1]),
+    lambda *args: attention.sdpa_bwd_fake(*args[:-1]),
+)

@@ -1,0 +1,368 @@
+"""Attention whose keys lie over an axis that its rows do not: gathered, or merged from each rank's softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardc
+from shardc import Program
+from shardc.cost.flops import flops
+from shardc.ir.graph import info, type_of
+from shardc.ir.ops.attention_keys import MERGE_LSE, SDPA_PART, SDPA_PART_BWD, WEIGH_PART
+from shardc.ir.ops.collectives import all_reduce
+from shardc.ir.types import TensorType
+from shardc.passes.type_check import type_faults
+
+
+class Cross(nn.Module):
+    """Rows that attend to a memory. `how`: by SDPA, or written out, where `dropout` is of the probabilities."""
+
+    def __init__(
+        self, heads: int = 4, kv: int = 2, width: int = 4, *, causal: bool = False, dropout: float = 0.0, how: str = ""
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.kv, self.width, self.causal, self.dropout, self.how = heads, kv, width, causal, dropout, how
+        self.q, self.o = nn.Linear(16, heads * width), nn.Linear(heads * width, 16)
+        self.k, self.v = nn.Linear(16, kv * width), nn.Linear(16, kv * width)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        def split(t: Tensor, heads: int) -> Tensor:
+            return t.unflatten(-1, (heads, self.width)).transpose(1, 2)
+
+        q, k, v = split(self.q(x), self.heads), split(self.k(memory), self.kv), split(self.v(memory), self.kv)
+        if self.how == "written":
+            k, v = (t.repeat_interleave(self.heads // self.kv, 1) for t in (k, v))
+            scores = q @ k.transpose(-1, -2) * self.width**-0.5
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -1e9)
+            o = F.dropout(scores.softmax(-1), self.dropout) @ v
+        else:
+            o = F.scaled_dot_product_attention(
+                q, k, v, mask, self.dropout, self.causal, enable_gqa=self.heads != self.kv
+            )
+        return self.o(o.transpose(1, 2).flatten(2)).square().mean()
+
+
+def compiled(model: nn.Module, rows: int, keys: int, mesh: str = "cp=4", **said: Any) -> Program:
+    """`said`: the rest of the plan, `mask`, and how `x` and `memory` lie."""
+    generator = torch.Generator().manual_seed(3)
+    dtype = next(model.parameters()).dtype
+    batch: dict[str, Any] = {
+        "x": torch.randn(2, rows, 16, generator=generator).to(dtype),
+        "memory": torch.randn(2, keys, 16, generator=generator).to(dtype),
+    }
+    inputs = {"memory": said.pop("memory", "-, cp, -")} | ({"x": said.pop("x")} if "x" in said else {})
+    if (mask := said.pop("mask", None)) is not None:
+        batch["mask"] = mask
+        if "lies" in said:
+            inputs["mask"] = said.pop("lies")
+    return shardc.compile(model, batch, plan={"mesh": mesh, "inputs": inputs, "context": {"keys": "merge"}} | said)
+
+
+def exact(program: Program) -> None:
+    report = program.verify()
+    assert report.ok, str(report)
+    assert program.prove().ok
+    assert not type_faults(program.body)
+
+
+def merged(program: Program) -> Program:
+    """The program, which sends neither keys nor values."""
+    targets = [node.target for node in program.body.calls()]
+    assert targets.count(MERGE_LSE) == targets.count(WEIGH_PART) == targets.count(SDPA_PART) > 0
+    sent = [c for c in program.collectives() if c.kind == "all_gather" and not c.value.endswith("merge_lse")]
+    assert not [c for c in sent if c.value.startswith(("k.", "v."))], sent
+    return program
+
+
+# ---------------------------------------------------------------------- values
+@pytest.mark.parametrize("keys", [16, 17, 50, 5])  # 5 over 4: one rank has none
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=4"])
+@pytest.mark.parametrize("kv", [4, 2, 1])
+def test_few_rows_and_many_keys(keys: int, mesh: str, kv: int) -> None:
+    exact(merged(compiled(Cross(4, kv), 3, keys, mesh)))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 24])
+@pytest.mark.parametrize("keys", [17, 6])
+def test_causal(rows: int, keys: int) -> None:
+    exact(merged(compiled(Cross(causal=True), rows, keys)))
+
+
+@pytest.mark.parametrize(("mesh", "x", "memory"), [
+    ("dp=2, cp=2", "dp, -, -", "dp, cp, -"),
+    ("rows=2, cp=2", "-, rows, -", "-, cp, -"),
+    ("a=2, b=2", "-, -, -", "-, a.b, -"),
+    ("a=2, b=2", "-, -, -", "-, b.a, -"),
+])  # fmt: skip
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [17, 12])
+def test_meshes(mesh: str, x: str, memory: str, causal: bool, keys: int) -> None:
+    program = compiled(Cross(causal=causal), 12, keys, mesh, x=x, memory=memory)
+    exact(merged(program))
+
+
+def test_heads_over_another_axis() -> None:
+    tp = {"q.*": "tp", "k.*": "tp", "v.*": "tp"}
+    exact(merged(compiled(Cross(), 5, 17, "cp=2, tp=2", params=tp)))
+
+
+@pytest.mark.parametrize("balance", ["zigzag", "none"])
+def test_keys_in_zigzag(balance: str) -> None:
+    exact(merged(compiled(Cross(causal=True), 20, 18, context={"keys": "merge", "balance": balance})))
+
+
+def masks(kind: str, rows: int, keys: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    if kind == "bias":
+        return torch.randn(1, 4, rows, keys, generator=generator)
+    mask = torch.rand(2, 1, 1 if kind == "keys" else rows, keys, generator=generator) < 0.5
+    if kind == "first rank":
+        mask[..., keys // 4 :] = False
+    mask[0, :, 0] = kind == "first rank"  # a row that sees nothing, or sees one rank's keys alone
+    if kind == "first rank":
+        mask[..., keys // 4 :] = False
+    return mask
+
+
+@pytest.mark.parametrize("kind", ["rows", "keys", "first rank", "bias"])
+@pytest.mark.parametrize("lies", ["-, -, -, cp", "-, -, -, -"])
+def test_masks(kind: str, lies: str) -> None:
+    exact(merged(compiled(Cross(), 5, 17, mask=masks(kind, 5, 17), lies=lies)))
+
+
+class Biased(Cross):
+    """A bias that is learned, one number a head and key or one a head alone."""
+
+    def __init__(self, keys: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, 1, keys))
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, memory, self.bias)
+
+
+@pytest.mark.parametrize("keys", [17, 1])
+def test_the_gradient_of_a_mask(keys: int) -> None:
+    exact(merged(compiled(Biased(keys), 5, 17)))
+
+
+class Learned(nn.Module):
+    """Queries that are parameters, as of a Perceiver or a Q-Former, in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 3, 16))
+        self.layers = nn.ModuleList(nn.MultiheadAttention(16, 4, batch_first=True) for _ in range(2))
+
+    def forward(self, memory: Tensor) -> Tensor:
+        x = self.queries.expand(memory.shape[0], -1, -1)
+        for layer in self.layers:
+            x = x + layer(x, memory, memory, need_weights=False)[0]
+        return x.square().mean()
+
+
+def test_learned_queries() -> None:
+    plan = {"mesh": "dp=2, cp=2", "inputs": {"memory": "dp, cp, -"}, "context": {"keys": "merge"}}
+    exact(merged(shardc.compile(Learned(), torch.randn(4, 9, 16), plan=plan)))
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    """BART: the encoder attends along a sharded sequence, and the decoder's few rows to it."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "dropout": 0.0}
+    sizes |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 37}
+    config = hf.BartConfig(**sizes, max_position_embeddings=64, use_cache=False)
+    tokens = torch.randint(3, 37, (2, 21), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "decoder_input_ids": tokens[:, :4].clone(), "labels": tokens[:, 1:5].clone()}
+    plan = {"mesh": "cp=2", "inputs": {"input_ids": "-, cp"}, "context": {"keys": "merge"}}
+    program = shardc.compile(hf.BartForConditionalGeneration(config), batch, plan=plan)
+    exact(program)
+    parts = [info(node).fqn for node in program.body.calls() if node.target is SDPA_PART]
+    assert parts == [f"model.decoder.layers.{i}.encoder_attn" for i in range(2)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("how", ["written", "written mask"])
+def test_written_out_no_keys_are_sent(how: str, dropout: float) -> None:
+    mask = masks("rows", 3, 33) if "mask" in how else None
+    program = compiled(Cross(how="written", dropout=dropout), 3, 33, mask=mask)
+    exact(program)
+    assert not [c for c in program.collectives() if c.kind == "all_gather" and c.value.startswith(("k.", "v."))]
+
+
+def test_dropout_of_probabilities() -> None:
+    exact(compiled(Cross(dropout=0.3), 3, 33, mask=masks("rows", 3, 33)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_merged_in_float32(dtype: torch.dtype) -> None:
+    program = merged(compiled(Cross().to(dtype), 3, 17))
+    exact(program)
+    (weighed,) = [node for node in program.body.calls() if node.target is WEIGH_PART]
+    (part,) = [value for value in weighed.users if value.args[1] == 0]
+    (summed,) = part.users
+    assert summed.target is all_reduce
+    assert type_of(summed).dtype == torch.float32
+
+
+def test_what_is_recomputed_gathers_no_log_sums_again() -> None:
+    program = merged(compiled(Cross(), 3, 17, recompute="full"))
+    exact(program)
+    assert [c.phase for c in program.collectives() if c.value.endswith("merge_lse")] == ["fwd"]
+
+
+# ---------------------------------------------------------------------- what is sent, and what is chosen
+def sent(program: Program, *starts: str) -> int:
+    return sum(c.bytes_per_rank for c in program.collectives() if c.value.startswith(starts))
+
+
+def test_bytes() -> None:
+    rows, keys, heads, kv, width, n = 3, 64, 4, 2, 4, 4
+    log_sums, output = 2 * heads * rows * 4, 2 * heads * rows * width * 4
+    merges = compiled(Cross(heads, kv, width), rows, keys)
+    assert sent(merges, "sdpa.merge_lse") == (n - 1) * log_sums
+    assert sent(merges, "sdpa.0") == sent(merges, "d.sdpa_bwd") == 2 * (n - 1) * output // n
+    gathers = compiled(Cross(heads, kv, width), rows, keys, context={"keys": "all_gather"})
+    assert sent(gathers, "k.", "v.") == 4 * (n - 1) * 2 * keys * kv * width * 4 // n
+    for program, strategy in ((merges, "merge"), (gathers, "all_gather")):
+        ((_, axes, chosen, costs),) = program.plan["context"]
+        told = {name: cost for name, cost, *_ in costs}
+        assert (axes, chosen) == ("cp", strategy)
+        assert told == {
+            "all_gather": sent(gathers, "k.", "v."),
+            "merge": sent(merges, "sdpa.merge_lse", "sdpa.0", "d.sdpa_bwd"),
+        }
+
+
+def test_a_rank_computes_its_share() -> None:
+    merges, gathers = (compiled(Cross(), 4, 64, context={"keys": k}) for k in ("merge", "all_gather"))
+
+    def of_attention(program: Program) -> int:
+        return sum(n for _, op, n in flops(program.body).counts if op.startswith("shardc.sdpa"))
+
+    assert 4 * of_attention(merges) == of_attention(gathers)
+
+
+@pytest.mark.parametrize(("rows", "keys", "chosen"), [(2, 4096, "merge"), (1 << 17, 4, "all_gather")])
+def test_auto_sends_less(rows: int, keys: int, chosen: str) -> None:
+    program = compiled(Cross(1, 1), rows, keys, context={"keys": "auto"})
+    assert [said[2] for said in program.plan["context"]] == [chosen]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rows", "keys"), [(5, 34), (8, 64)])
+def test_rows_that_lie_over_the_axis_too_are_sent_instead(rows: int, keys: int, causal: bool) -> None:
+    program = merged(compiled(Cross(causal=causal), rows, keys, x="-, cp, -"))
+    exact(program)
+    if not causal and rows == 8:
+        ((*_, costs),) = program.plan["context"]
+        told = next(cost[1] for cost in costs if cost[0] == "merge")
+        moved = [c for c in program.collectives() if c.kind != "all_reduce"]
+        assert told == sum(c.bytes_per_rank for c in moved), moved
+        assert "sdpa.0.reduce_scatter" in [c.value for c in moved]
+
+
+@pytest.mark.parametrize(("rows", "keys", "chosen"), [(8, 1 << 18, "merge"), (1 << 14, 8, "all_gather")])
+def test_auto_of_rows_that_lie_over_the_axis_too(rows: int, keys: int, chosen: str) -> None:
+    program = compiled(Cross(1, 1), rows, keys, x="-, cp, -", context={"keys": "auto"})
+    assert [said[2] for said in program.plan["context"]] == [chosen]
+
+
+# ---------------------------------------------------------------------- what is said of it
+def test_it_is_said_and_explained() -> None:
+    from shardc.cli.summary import divided_attention
+
+    program = compiled(Cross(), 3, 64)
+    (line,) = divided_attention(program)
+    assert line.startswith("attention of the model: merge 1.4 KiB, 61 us along cp")
+    assert "(all_gather 12 KiB" in line
+    text = str(program.explain("sdpa.merge_lse"))
+    assert "merges the softmax over each rank's keys" in text
+    assert 'memory = "-, cp, -"' in text
+    assert "context:  merge" in text
+    assert "context:  merge" in str(program.explain("sdpa.0.all_reduce"))
+
+
+def test_text_and_files(tmp_path: Any) -> None:
+    program = compiled(Cross(), 3, 17)
+    text = program.text() if callable(getattr(program, "text", None)) else str(program)
+    assert "|softmax cp" in text
+    assert TensorType.parse("f32[2, 4] |softmax cp") == TensorType.parse("f32[2, 4]").place(
+        [(), ()], [("cp", "softmax")]
+    )
+    program.save(tmp_path / "program.json")
+    loaded = Program.load(tmp_path / "program.json")
+    exact(loaded)
+
+
+# ---------------------------------------------------------------------- mutants
+def call(program: Program, target: Any) -> Any:
+    return next(node for node in program.body.calls() if node.target is target)
+
+
+def _drop_merge(program: Program) -> None:
+    weighed = call(program, WEIGH_PART)
+    weighed.args = (*weighed.args[:2], weighed.args[1])
+
+
+def _wrong_axis(program: Program) -> None:
+    node = call(program, MERGE_LSE)
+    node.args = (node.args[0], ["dp"])
+
+
+def _unweighed(program: Program) -> None:
+    weighed = call(program, WEIGH_PART)
+    part = next(value for value in weighed.users if value.args[1] == 0)
+    part.replace_all_uses_with(weighed.args[0])
+
+
+def _keys_of_another_axis(program: Program) -> None:
+    node = call(program, SDPA_PART)
+    node.args = (*node.args[:-1], ["dp"])
+
+
+def _others_sums(program: Program) -> None:
+    first, second = [node for node in program.body.calls() if node.target is WEIGH_PART]
+    second.args = (second.args[0], first.args[1], first.args[2])
+
+
+def _summed_parts(program: Program) -> None:
+    node = call(program, MERGE_LSE)
+    node.target, node.args = all_reduce, (node.args[0], "softmax", ["cp"])
+
+
+def _own_sums_in_backward(program: Program) -> None:
+    node, own = call(program, SDPA_PART_BWD), call(program, WEIGH_PART).args[1]
+    node.args = (*node.args[:6], own, *node.args[7:])
+
+
+MUTATIONS = [
+    _drop_merge, _wrong_axis, _unweighed, _keys_of_another_axis, _others_sums, _summed_parts, _own_sums_in_backward,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS)
+def test_a_broken_merge_is_refused(mutate: Callable[[Program], None]) -> None:
+    plan = {"mesh": "dp=2, cp=2", "inputs": {"memory": "dp, cp, -"}, "context": {"keys": "merge"}}
+    program = shardc.compile(Learned(), torch.randn(4, 8, 16), plan=plan)
+    assert program.prove().ok
+    assert not type_faults(program.body)
+    mutate(program)
+    assert not program.prove().ok
+    assert type_faults(program.body)
+
+
+def test_a_strategy_that_no_keys_are_for_is_told() -> None:
+    program = compiled(Cross(), 3, 8, memory="cp, -, -", mesh="cp=2")
+    (said,) = [d for d in program.diagnostics if d.code == "SC240"]
+    assert "context: {keys: merge}, and no attention is divided so" in said.message
