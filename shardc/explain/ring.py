@@ -11,22 +11,23 @@ from torch import fx
 from shardc.explain.provenance import Trail, step
 from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.graph import Graph, info, op_name, type_of
-from shardc.ir.ops.attention_rows import NEXT_KEYS, SDPA_ROWS_BWD
+from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SDPA_ROWS_BWD
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
 
 INHERENT = "each row attends to the keys of all ranks; another strategy of `context` sends them, or heads, otherwise"
+MOVED = (NEXT_KEYS, REACH_ROWS, REACH_SUM)
 
 
 def attention_of(moved: fx.Node) -> fx.Node:
     """The last step of the ring that reads what has moved a place."""
     node = moved
-    while node.target is NEXT_KEYS:
+    while node.target in MOVED:
         node = next(iter(node.users))
     while not given(node)["last"]:
-        result = next(value for value in node.users if any(user.target in (*SO_FAR, NEXT_KEYS) for user in value.users))
-        node = next(user for user in result.users if user.target in (*SO_FAR, NEXT_KEYS))
-        while node.target is NEXT_KEYS:
+        result = next(value for value in node.users if any(user.target in (*SO_FAR, *MOVED) for user in value.users))
+        node = next(user for user in result.users if user.target in (*SO_FAR, *MOVED))
+        while node.target in MOVED:
             node = next(iter(node.users))
     return node
 
@@ -49,8 +50,11 @@ def ring_trails(graph: Graph, moved: fx.Node) -> list[Trail]:
         starts = [(key, atom) for atom in atoms if axis in type_of(key).placement[atom]]
         way = causes.way(starts, axis)
         cause = str(graph.seeds[way[0][0][0]].cause) if way else ""
-        why = f"dim {dim} of %{info(key).name} is sharded over {shown}, and rows attend to all of it"
-        needed = f"%{info(call).name} ({op_name(call.target)}) reads the keys of one rank after another"
+        window = given(call).get("window", 0)
+        seen = f"to the {window} up to their own" if window else "to all of it"
+        why = f"dim {dim} of %{info(key).name} is sharded over {shown}, and rows attend {seen}"
+        read = "those of other ranks that its window reaches" if window else "the keys of one rank after another"
+        needed = f"%{info(call).name} ({op_name(call.target)}) reads {read}"
         steps = tuple(step(through, value) for (value, _), through in way if through is not None)
         roots = (way[0][0],) if way else ()
         trails.append(Trail(shown, why, needed, cause, False, gradient, steps, roots, (call,)))

@@ -33,13 +33,23 @@ from shardc.ir.graph import info, operands, producer, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
-from shardc.ir.ops.attention_rows import NEXT_KEYS
+from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.ops.local import told
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
-from shardc.passes.attention_rows import ASKED, BY_ROWS, WHOLE, moved_faults, rows_faults, stands_for, uncounted
+from shardc.passes.attention_rows import (
+    ASKED,
+    BY_ROWS,
+    WHOLE,
+    moved_faults,
+    own_keys,
+    reach_faults,
+    rows_faults,
+    stands_for,
+    uncounted,
+)
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import HALO_FAULTS, PlainCall, plain_call
 from shardc.passes.sharding.lower_reshards import transposition
@@ -109,8 +119,11 @@ def _rows_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh:
     frozen = dict(zip(*_frozen(node), strict=True))
     names = tuple(argument.name for argument in schema_of(op).arguments)
     values = tuple([frozen.get(name, ()) for name in names])
-    read = tuple(map(type_of, operands(node)[:count]))
-    return list(_by_rule(op, names, values, read, tuple(result_types), tuple(info(node).results), mesh))
+    named = [name for name, value in given(node).items() if isinstance(value, fx.Node)][:count]
+    read = own_keys(node, [type_of(value) for value in operands(node)[:count]], named)
+    made = [result.name for result in schema_of(node.target).returns]
+    shown = [own_keys(node, types, made[: len(types)]) for types in (result_types, info(node).results)]
+    return list(_by_rule(op, names, values, read, *shown, mesh))
 
 
 # ---------------------------------------------------------------------- calls with a rule
@@ -507,6 +520,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **HALO_FAULTS,
     **SHIFT_FAULTS,
     NEXT_KEYS: moved_faults,
+    **dict.fromkeys((REACH_ROWS, REACH_SUM), reach_faults),
     **dict.fromkeys(BY_ROWS, _rows_faults),
     local.mask_pad: _masked,
     local.mask_blocks: _masked_blocks,

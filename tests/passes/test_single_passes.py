@@ -46,6 +46,7 @@ from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.group_experts import GroupExperts
+from shardc.passes.normalize.imply_masks import ImplyMasks
 from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.sharding.assign import Assign
@@ -95,6 +96,7 @@ def spread_taps(lengths: list[int]) -> SpreadTaps:
 PASSES: Mapping[str, Callable[..., Pass]] = {
     "divide_attention": DivideAttention,
     "normalize": Normalize,
+    "imply_masks": ImplyMasks,
     "group_experts": GroupExperts,
     "limit_experts": LimitExperts,
     "accumulate": Accumulate,
