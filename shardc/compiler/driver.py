@@ -38,6 +38,7 @@ from shardc.passes.base import Pass
 from shardc.passes.fusion.analysis.traffic import Traffic, traffic
 from shardc.passes.fusion.fuse import check_excluded
 from shardc.passes.normalize.group_experts import GroupExperts
+from shardc.passes.normalize.imply_masks import ImplyMasks
 from shardc.passes.normalize.limit_experts import group_as_ranks
 from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.sharding.seed import Bound
@@ -103,7 +104,7 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
     """The traced microbatch, normalised. Raises ShardcError for what no rule can split (SC103, SC303, under strict
     SC301)."""
-    graph = run(ingest(traced, mesh), [Normalize(), GroupExperts(), options.limit], options)
+    graph = run(ingest(traced, mesh), [Normalize(), ImplyMasks(), GroupExperts(), options.limit], options)
     refuse_unfit(graph)
     report_missing_rules(graph, strict=options.strict)
     return graph

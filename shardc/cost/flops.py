@@ -5,7 +5,7 @@ an element, bound by memory, and not counted. What counts is what a rank compute
 
     sdpa        2 products:  q k^T, p v
     sdpa_bwd    5 products:  q k^T again, as scores are not kept; those of dv, dp, dq and dk
-    causal      half of either: what lies above the diagonal is not computed
+    causal      half of either: what lies above the diagonal is not computed; of a window, the keys that rows see
     sdpa_rows   the same of the tiles that a rank computes: of the rank that has most, or of the one at a coordinate
     sdpa_part   the same of tiles between a rank's rows and its keys
     sdpa_ring   a part of the rows, and all keys, as if no rank had more to do than others
@@ -29,7 +29,9 @@ from shardc.ir.graph import Graph, Phase, info, op_name, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.attention_keys import part_tiles
-from shardc.ir.ops.attention_rows import Tile, tiles_at
+from shardc.ir.ops.attention_rows import tiles_at
+from shardc.ir.ops.attention_tiles import Tile
+from shardc.ir.ops.attention_tiles import pairs as pairs_of
 from shardc.ir.ops.scan import sizes_of
 from shardc.ir.ops.scan_body import TIME, parse_body
 from shardc.ir.schema import given
@@ -42,8 +44,12 @@ Arguments = Mapping[str, Any]  # by schema name; tensors are their local shapes
 def _attention(a: Arguments, of_keys: int, of_values: int) -> int:
     """So many products over the dim of q and k, and so many over that of v."""
     q, k, v = a["q"], a["k"], a["v"]
-    pairs = math.prod(q[:-1]) * k[-2]
-    full = 2 * pairs * (of_keys * q[-1] + of_values * v[-1])
+    width = of_keys * q[-1] + of_values * v[-1]
+    if window := a.get("window", 0):
+        window, keys = min(window, k[-2]), k[-2]
+        seen = (window * keys - window * (window - 1) // 2) * q[-2] // keys
+        return 2 * math.prod(q[:-2]) * seen * width
+    full = 2 * math.prod(q[:-1]) * k[-2] * width
     return full // 2 if a["causal"] else full
 
 
@@ -58,7 +64,9 @@ def _rows(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, coordinate: Ma
     has most."""
     axes = mesh.resolve(a["axes"])
     places = [coordinate] if coordinate is not None else [mesh.coordinate(r) for r in mesh.group_of(0, axes)]
-    pairs = max(_pairs(tiles_at(a["rows"], axes, a["step"], a["causal"], mesh, place)[0]) for place in places)
+    window = a.get("window", 0)
+    met = (tiles_at(a["rows"], axes, a["step"], a["causal"], mesh, place, window)[0] for place in places)
+    pairs = max(_pairs(tiles, window) for tiles in met)
     return math.prod(a["q"][:-2]) * pairs * (of_keys * a["q"][-1] + of_values * a["v"][-1])
 
 
@@ -67,13 +75,14 @@ def _part(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, coordinate: Ma
     lies = (a["rows"], mesh.resolve(a["row_axes"]), a["keys"], mesh.resolve(a["axes"]))
     axes = (*lies[1], *lies[3])
     places = [coordinate] if coordinate is not None else [mesh.coordinate(r) for r in mesh.group_of(0, axes)]
-    pairs = max(_pairs(part_tiles(*lies, a["causal"], mesh, place)) for place in places)
+    window = a.get("window", 0)
+    pairs = max(_pairs(part_tiles(*lies, a["causal"], mesh, place, window), window) for place in places)
     return math.prod(a["q"][:-2]) * pairs * (of_keys * a["q"][-1] + of_values * a["v"][-1])
 
 
-def _pairs(tiles: Sequence[Tile]) -> int:
+def _pairs(tiles: Sequence[Tile], window: int) -> int:
     """Twice the rows and keys that meet."""
-    return sum(2 * t.rows * t.keys - (t.rows * t.rows if t.diagonal else 0) for t in tiles)
+    return round(sum(2 * pairs_of(tile, window) for tile in tiles))
 
 
 # op -> products over the dim of q and k, and over that of v

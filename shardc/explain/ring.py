@@ -12,13 +12,14 @@ from shardc.explain.provenance import Trail, step
 from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.ops.attention_keys import MERGE_LSE, WEIGH_PART
-from shardc.ir.ops.attention_rows import NEXT_KEYS, SDPA_ROWS_BWD
+from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SDPA_ROWS_BWD
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
 
 INHERENT = "each row attends to the keys of all ranks; another strategy of `context` sends them, or heads, otherwise"
 MERGED = "each row attends to the keys of all ranks: `context: {keys: all_gather}` sends them instead"
-PUT_IN = (NEXT_KEYS, MERGE_LSE)  # the collectives explained here
+MOVED = (NEXT_KEYS, REACH_ROWS, REACH_SUM)
+PUT_IN = (*MOVED, MERGE_LSE)  # the collectives explained here
 
 
 def attention_of(moved: fx.Node) -> fx.Node:
@@ -26,12 +27,12 @@ def attention_of(moved: fx.Node) -> fx.Node:
     if moved.target is MERGE_LSE:
         return next(user for user in moved.users if user.target is WEIGH_PART)
     node = moved
-    while node.target is NEXT_KEYS:
+    while node.target in MOVED:
         node = next(iter(node.users))
     while not given(node)["last"]:
-        result = next(value for value in node.users if any(user.target in (*SO_FAR, NEXT_KEYS) for user in value.users))
-        node = next(user for user in result.users if user.target in (*SO_FAR, NEXT_KEYS))
-        while node.target is NEXT_KEYS:
+        result = next(value for value in node.users if any(user.target in (*SO_FAR, *MOVED) for user in value.users))
+        node = next(user for user in result.users if user.target in (*SO_FAR, *MOVED))
+        while node.target in MOVED:
             node = next(iter(node.users))
     return node
 
@@ -55,8 +56,11 @@ def ring_trails(graph: Graph, moved: fx.Node) -> list[Trail]:
         starts = [(key, atom) for atom in atoms if axis in type_of(key).placement[atom]]
         way = causes.way(starts, axis)
         cause = str(graph.seeds[way[0][0][0]].cause) if way else ""
-        why = f"dim {dim} of %{info(key).name} is sharded over {shown}, and rows attend to all of it"
+        window = given(call).get("window", 0)
+        seen = f"to the {window} up to their own" if window else "to all of it"
+        why = f"dim {dim} of %{info(key).name} is sharded over {shown}, and rows attend {seen}"
         reads = "merges the softmax over each rank's keys" if merges else "reads the keys of one rank after another"
+        reads = "reads those of other ranks that its window reaches" if window else reads
         needed = f"%{info(call).name} ({op_name(call.target)}) {reads}"
         steps = tuple(step(through, value) for (value, _), through in way if through is not None)
         roots = (way[0][0],) if way else ()

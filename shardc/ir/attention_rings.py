@@ -8,6 +8,12 @@ A step reads keys and values that have come so many places, and continues the st
 the last one is read by others. So none is missing, or done twice. Forward a ring begins at a rank's own keys, backward
 it ends there, and the gradients of keys move one place between two steps. Types say of what has come from elsewhere
 that it lies as its owner has it, so nothing but a ring may read it.
+
+Of a window, the steps are those of the ranks that it reaches, and each reads what has come from one of them alone:
+
+    %k.rows = reach_rows(%k, "16", [cp], window=3, places=1, length=2)
+    %k.next = next_keys(%k.rows, [cp])
+    %dk     = reach_sum([next_keys(%dk', [cp], -1), ..], ..)               read by the last step of backward
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from torch import fx
 
 from shardc.ir.graph import Graph, info, producer
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.attention_rows import ALL_KEYS, NEXT_KEYS, SDPA_ROWS, SDPA_ROWS_BWD
+from shardc.ir.ops.attention_rows import ALL_KEYS, NEXT_KEYS, REACH_ROWS, REACH_SUM, SDPA_ROWS, SDPA_ROWS_BWD, reach
 from shardc.ir.schema import given
 from shardc.ir.types import Axes
 
@@ -27,16 +33,24 @@ from shardc.ir.types import Axes
 SO_FAR: Mapping[Any, tuple[str, ...]] = {SDPA_ROWS: ("o", "lse"), SDPA_ROWS_BWD: ("dq", "dk", "dv")}
 
 
+# What moves keys and gradients between steps, and what may read the result of each.
+READERS: Mapping[Any, tuple[Any, ...]] = {
+    NEXT_KEYS: (*SO_FAR, NEXT_KEYS, REACH_SUM),
+    REACH_ROWS: (NEXT_KEYS,),
+    REACH_SUM: (SDPA_ROWS_BWD,),
+}
+
+
 def broken_rings(graph: Graph) -> list[str]:
     """The faults of all rings of a graph."""
     steps = ((node, ring_faults(node, graph.mesh)) for node in graph.calls() if node.target in SO_FAR)
-    moves = ((node, stray(node)) for node in graph.calls() if node.target is NEXT_KEYS)
+    moves = ((node, stray(node)) for node in graph.calls() if node.target in READERS)
     return [f"%{info(node).name} {fault}" for node, faults in (*steps, *moves) for fault in faults]
 
 
 def stray(moved: fx.Node) -> list[str]:
-    """What is false of the readers of what has moved a place."""
-    others = [user for user in moved.users if user.target not in (*SO_FAR, NEXT_KEYS)]
+    """What is false of the readers of what has moved a place, or is to."""
+    others = [user for user in moved.users if user.target not in READERS[moved.target]]
     names = ["an output" if user.op == "output" else f"%{info(user).name}" for user in others]
     return [f"is of another rank, and read by {name}" for name in names]
 
@@ -44,34 +58,56 @@ def stray(moved: fx.Node) -> list[str]:
 def ring_faults(node: fx.Node, mesh: Mesh) -> list[str]:
     """What is false of a step of a ring; nothing of a call that has all keys."""
     args = given(node)
-    step, axes, forward = args["step"], mesh.resolve(args["axes"]), node.target is SDPA_ROWS
+    step, axes = args["step"], mesh.resolve(args["axes"])
     if step == ALL_KEYS:
         return []
-    size, so_far = mesh.size(axes), [args[name] for name in SO_FAR[node.target]]
-    if not 0 <= step < size:
-        return [f"is step {step} of a ring of {size}"]
+    order = _order(node, axes, mesh)
+    if step not in order:
+        return [f"is step {step} of a ring of {order}"]
     roots: list[fx.Node] = []
     for name in ("k", "v"):
-        root, places = _travelled(args[name], axes, mesh)
+        root, places = _came(args[name], node, axes, mesh)
         if places != step:
             return [f"is step {step}, and %{info(args[name]).name} has come {places} places"]
         roots.append(root)
-    last = step == (size - 1 if forward else 0)
+    last, so_far = step == order[-1], [args[name] for name in SO_FAR[node.target]]
     if args["last"] != last:
-        return [f"is step {step} of {size}, and is{'' if args['last'] else ' not'} the last"]
+        return [f"is step {step} of {len(order)}, and is{'' if args['last'] else ' not'} the last"]
     if not last and (wrong := _read_elsewhere(node)):
         return [f"leaves %{wrong} to others before the last step"]
-    first = 0 if forward else 1
-    if step == first:
+    if step == order[0]:
         return [f"begins a ring, and continues %{info(v).name}" for v in so_far if v is not None][:1]
-    return _continues(node, so_far, roots, (step - 1) % size, axes, mesh)
+    return _continues(node, so_far, roots, order, axes, mesh)
+
+
+def _order(node: fx.Node, axes: Axes, mesh: Mesh) -> list[int]:
+    """The steps of a ring."""
+    args = given(node)
+    window = args.get("window", 0)
+    others = list(reach(args["rows"], axes, window, mesh)) if window else list(range(1, mesh.size(axes)))
+    return [0, *others] if node.target is SDPA_ROWS else [*others, 0]
+
+
+def _came(value: fx.Node, node: fx.Node, axes: Axes, mesh: Mesh) -> tuple[fx.Node, int]:
+    """Whose keys a value is, and how many places they have come."""
+    window = given(node).get("window", 0)
+    if not window:
+        return _travelled(value, axes, mesh)
+    sent = given(value)["x"] if value.target is NEXT_KEYS else value
+    if sent.target is not REACH_ROWS:
+        return value, 0 if sent is value else -1
+    said, way = given(sent), given(value)
+    want = (given(node)["rows"], axes, window)
+    places = way.get("places", 1)
+    fits = (said["rows"], mesh.resolve(said["axes"]), said["window"]) == want and mesh.resolve(way["axes"]) == axes
+    return said["x"], places if fits and said["places"] == places else -1
 
 
 def _travelled(value: fx.Node, axes: Axes, mesh: Mesh) -> tuple[fx.Node, int]:
-    """Whose keys a value is, and how many places they have come."""
+    """Whose keys a value is that has gone from place to place, and how many places."""
     places = 0
     while value.target is NEXT_KEYS and mesh.resolve(given(value)["axes"]) == axes:
-        value, places = given(value)["x"], places + 1
+        value, places = given(value)["x"], places + given(value).get("places", 1)
     return value, places
 
 
@@ -85,22 +121,61 @@ def _read_elsewhere(node: fx.Node) -> str:
 
 
 def _continues(
-    node: fx.Node, so_far: Sequence[fx.Node | None], roots: Sequence[fx.Node], step: int, axes: Axes, mesh: Mesh
-) -> list[str]:
-    """What is wrong with the step that a step continues."""
-    gradients = node.target is SDPA_ROWS_BWD
+    node: fx.Node, so_far: Sequence[fx.Node | None], roots: Sequence[fx.Node], order: Sequence[int], axes: Axes,
+    mesh: Mesh,
+) -> list[str]:  # fmt: skip
+    """What is wrong with the steps that a step continues."""
+    step = given(node)["step"]
+    before = order[order.index(step) - 1]
     for i, value in enumerate(so_far):
-        moved = gradients and i > 0
-        source, places = _travelled(value, axes, mesh) if value is not None and moved else (value, int(moved))
-        if source is None or source.op != "call_function" or places != int(moved):
-            return [f"does not continue step {step}"]
-        call, index = producer(source)
-        if call.target is not node.target or index != i or given(call)["step"] != step:
-            return [f"does not continue step {step} with %{info(source).name}"]
-        before, now = given(call), given(node)
-        same = [name for name in before if name not in ("k", "v", "step", "last", *SO_FAR[node.target])]
-        if any(before[name] is not now[name] and before[name] != now[name] for name in same):
-            return [f"continues %{info(source).name}, which is of other operands"]
-        if [_travelled(before[name], axes, mesh)[0] for name in ("k", "v")] != list(roots):
-            return [f"continues %{info(source).name}, which is of other keys"]
+        if node.target is SDPA_ROWS_BWD and i > 0 and given(node).get("window", 0):
+            if step != order[-1]:  # the gradients of what each rank has sent stay apart
+                if value is not None:
+                    return [f"continues %{info(value).name}, the gradient of other keys"]
+                continue
+            sources = _returned(value, node, order[:-1], axes, mesh)
+        else:
+            places = int(node.target is SDPA_ROWS_BWD and i > 0)
+            source, came = _travelled(value, axes, mesh) if value is not None and places else (value, places)
+            sources = [(before, source)] if source is not None and came == places else []
+        if not sources:
+            return [f"does not continue step {before}"]
+        for of, source in sources:
+            if wrong := _not_of(source, i, of, node, roots, axes, mesh):
+                return [wrong]
     return []
+
+
+def _returned(
+    value: fx.Node | None, node: fx.Node, steps: Sequence[int], axes: Axes, mesh: Mesh
+) -> list[tuple[int, fx.Node]]:
+    """The gradients that have come back from each of the steps; none where one is missing."""
+    if value is None or value.target is not REACH_SUM:
+        return []
+    said, args = given(value), given(node)
+    told = (said["rows"], mesh.resolve(said["axes"]), said["window"], list(said["places"]))
+    if told != (args["rows"], axes, args["window"], list(steps)) or len(said["parts"]) != len(steps):
+        return []
+    for part, places in zip(said["parts"], steps, strict=True):
+        way = given(part) if part.target is NEXT_KEYS else {}
+        if not way or mesh.resolve(way["axes"]) != axes or way.get("places", 1) != -places:
+            return []
+    return [(places, given(part)["x"]) for part, places in zip(said["parts"], steps, strict=True)]
+
+
+def _not_of(
+    source: fx.Node, index: int, step: int, node: fx.Node, roots: Sequence[fx.Node], axes: Axes, mesh: Mesh
+) -> str:
+    """Why a value is not result `index` of that step of the same ring."""
+    if source.op != "call_function":
+        return f"does not continue step {step}"
+    call, at = producer(source)
+    if call.target is not node.target or at != index or given(call)["step"] != step:
+        return f"does not continue step {step} with %{info(source).name}"
+    before, now = given(call), given(node)
+    same = [name for name in before if name not in ("k", "v", "step", "last", *SO_FAR[node.target])]
+    if any(before[name] is not now[name] and before[name] != now[name] for name in same):
+        return f"continues %{info(source).name}, which is of other operands"
+    if [_came(before[name], call, axes, mesh)[0] for name in ("k", "v")] != list(roots):
+        return f"continues %{info(source).name}, which is of other keys"
+    return ""

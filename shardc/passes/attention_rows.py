@@ -10,29 +10,34 @@ that they lie as their owner has them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from shardc.ir.attention_rings import SO_FAR, ring_faults, stray
 from shardc.ir.blocks import Blocks
-from shardc.ir.graph import operands, type_of
+from shardc.ir.graph import info, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.attention_keys import SDPA_KEYS, SDPA_KEYS_BWD
 from shardc.ir.ops.attention_rows import (
     ALL_KEYS,
+    REACH_ROWS,
     SDPA_HEADS,
     SDPA_HEADS_BWD,
     SDPA_RING,
     SDPA_RING_BWD,
     SDPA_ROWS,
     SDPA_ROWS_BWD,
+    reach,
 )
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
 from shardc.rules.attention_rows import rows_text
+from shardc.rules.halo import with_rows
 
 Declared = Sequence[TensorType | None]
 BY_ROWS = (SDPA_ROWS, SDPA_ROWS_BWD)
@@ -62,6 +67,40 @@ def moved_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
     return [] if result_types[0] == type else [f"yields {type}, the result says {result_types[0]}"]
 
 
+def _reach_fault(type: TensorType, args: Mapping[str, Any], mesh: Mesh) -> str | None:
+    """What is wrong with keys of which a window reaches some, as a call tells it."""
+    axes, rows = mesh.resolve(args["axes"]), type.dims[-2]
+    if not rows or rows[0].axes != axes or any(atom.axes for atom in rows[1:]) or not axes or args["window"] < 1:
+        return f"takes keys to lie over {'.'.join(axes)}, in {type}"
+    return None if rows_text(rows) == args["rows"] else f"takes its keys to be {args['rows']}, in {type}"
+
+
+def reach_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]:
+    """What is false of `reach_rows`, and of `reach_sum`."""
+    args, after = given(node), result_types[0]
+    assert after is not None
+    forward = node.target is REACH_ROWS
+    keys = type_of(args["x"]) if forward else after
+    if (wrong := _reach_fault(keys, args, mesh)) is not None:
+        return [wrong]
+    if found := stray(node):
+        return found
+    axes = mesh.resolve(args["axes"])
+    needed = reach(args["rows"], axes, args["window"], mesh)
+    if forward:
+        if needed.get(args["places"]) != args["length"]:
+            return [f"sends {args['length']} keys {args['places']} places, where {needed.get(args['places'], 0)} do"]
+        want = with_rows(keys, keys.ndim - 2, args["length"], axes, mesh)
+        return [] if after == want else [f"yields {want}, the result says {after}"]
+    if list(args["places"]) != list(needed) or len(args["parts"]) != len(needed):
+        return [f"sums what comes from {list(args['places'])} places, where {list(needed)} do"]
+    for length, part in zip(needed.values(), args["parts"], strict=True):
+        if type_of(part) != with_rows(keys, keys.ndim - 2, length, axes, mesh):
+            return [f"has {length} keys of {keys} in %{info(part).name} : {type_of(part)}"]
+    local = math.prod(atom.local(mesh) for atom in keys.dims[-2])
+    return [] if args["length"] == local else [f"yields {args['length']} keys, the result says {local}"]
+
+
 def rows_faults(node: fx.Node, mesh: Mesh) -> list[str]:
     """What is false of `sdpa_rows` or its backward, beside what the rule of the call that it stands for says."""
     args = given(node)
@@ -78,9 +117,30 @@ def rows_faults(node: fx.Node, mesh: Mesh) -> list[str]:
         length = int(Blocks.parse(args["rows"]))
         sizes = [type_of(args[name]).shape[-2] for name in ("k", "v")]
         return [f"has {sizes[0]} keys, for {length} rows"] if args["causal"] and sizes != [length] * 2 else []
-    if keys != [rows, rows]:
+    if args.get("window", 0) and step:
+        length = reach(args["rows"], axes, args["window"], mesh).get(step, 0)
+        some = with_rows(type_of(args["k"]), type_of(args["k"]).ndim - 2, length, axes, mesh).dims[-2]
+        if keys != [some, some]:
+            return [f"has other keys than the {length} of a rank that its window reaches, in {type_of(args['k'])}"]
+    elif keys != [rows, rows]:
         return [f"is a step of a ring whose keys lie as {type_of(args['k'])}, and its rows as {type_of(args['q'])}"]
     return ring_faults(node, mesh)
+
+
+def own_keys(node: fx.Node, types: Sequence[TensorType | None], of: Sequence[str]) -> tuple[TensorType | None, ...]:
+    """The types of a call's operands or results, where those of a few keys of another rank are as those of a rank's own
+    keys: so they are in the call that a step stands for."""
+    args = given(node)
+    if not args.get("window", 0) or args["step"] <= 0:
+        return tuple(types)
+    rows = type_of(args["q"]).dims[-2]
+    return tuple(
+        replace(type, dims=(*type.dims[:-2], rows, type.dims[-1])) if type is not None and name in KEYS else type
+        for type, name in zip(types, of, strict=True)
+    )
+
+
+KEYS = ("k", "v", "dk", "dv")
 
 
 def stands_for(node: fx.Node) -> tuple[Any, int]:

@@ -35,14 +35,24 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.attention_keys import MERGE_LSE, WEIGH_PART
-from shardc.ir.ops.attention_rows import NEXT_KEYS
+from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.ops.local import told
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
 from shardc.passes.attention_keys import STANDS_FOR, as_of_whole, keys_faults
-from shardc.passes.attention_rows import ASKED, BY_ROWS, WHOLE, moved_faults, rows_faults, stands_for, uncounted
+from shardc.passes.attention_rows import (
+    ASKED,
+    BY_ROWS,
+    WHOLE,
+    moved_faults,
+    own_keys,
+    reach_faults,
+    rows_faults,
+    stands_for,
+    uncounted,
+)
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import HALO_FAULTS, PlainCall, plain_call
 from shardc.passes.sharding.lower_reshards import transposition
@@ -109,8 +119,11 @@ def _rows_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh:
     if wrong := rows_faults(node, mesh):
         return wrong
     op, count = stands_for(node)
-    read = tuple(map(type_of, operands(node)[:count]))
-    return _of_whole(node, op, read, result_types, info(node).results, mesh)
+    named = [name for name, value in given(node).items() if isinstance(value, fx.Node)][:count]
+    read = own_keys(node, [type_of(value) for value in operands(node)[:count]], named)
+    made = [result.name for result in schema_of(node.target).returns]
+    shown, every = (own_keys(node, types, made[: len(types)]) for types in (result_types, info(node).results))
+    return _of_whole(node, op, read, shown, every, mesh)
 
 
 def _keys_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
@@ -530,6 +543,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **HALO_FAULTS,
     **SHIFT_FAULTS,
     NEXT_KEYS: moved_faults,
+    **dict.fromkeys((REACH_ROWS, REACH_SUM), reach_faults),
     **dict.fromkeys(BY_ROWS, _rows_faults),
     **dict.fromkeys(STANDS_FOR, _keys_faults),
     MERGE_LSE: merge_faults,

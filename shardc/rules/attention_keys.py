@@ -70,16 +70,20 @@ def _axes(dim: Dim) -> list[str]:
     return [axis for atom in dim for axis in atom.axes]
 
 
+def _window(args: Mapping[str, Any]) -> list[int]:
+    return [args["window"]] if args["window"] else []
+
+
 @by_block
 def by_keys(call: LocalCall) -> Any:
     """`sdpa_keys` on a rank's keys."""
     graph, node, args = call.graph, call.node, call.args
     told = lies(call.operands[0], call.operands[1], args["causal"], graph.mesh)
-    axes = tuple(told[-1])
+    axes, window = tuple(told[-1]), _window(args)
     values = tuple(args[name] for name in ("q", "k", "v", "mask", "causal", "scale", "gqa"))
     types = tuple(pending(type, axes, SOFTMAX) for type in call.results)
     name = info(node).name
-    part = graph.call(SDPA_PART, (*values, *told), like=node, type=None, results=types, name=f"{name}.part")
+    part = graph.call(SDPA_PART, (*values, *told, *window), like=node, type=None, results=types, name=f"{name}.part")
     found: list[fx.Node] = []
     for i, type in enumerate(types):
         value = graph.fx.call_function(operator.getitem, (part, i))
@@ -100,4 +104,4 @@ def backward_by_keys(call: LocalCall) -> Any:
     args = call.args
     told = lies(call.operands[1], call.operands[2], args["causal"], call.graph.mesh)
     values = tuple(args[name] for name in ("g", "q", "k", "v", "mask", "o", "lse", "causal", "scale", "gqa"))
-    return SDPA_PART_BWD, (*values, args["need_mask"], *told), {}
+    return SDPA_PART_BWD, (*values, args["need_mask"], *told, *_window(args)), {}

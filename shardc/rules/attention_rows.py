@@ -10,6 +10,9 @@
                                     dq, dk, dv = sdpa_rows_bwd(.., step=2), and so on
                                     dq, dk, dv = sdpa_rows_bwd(.., step=0)      back at the rank that has the keys
 
+                window     k', v' = next_keys(reach_rows(k)), ..            what it reaches of others' keys
+                           dk, dv = reach_sum(next_keys(dk'), ..)           their gradients, back at the keys
+
 So the last call of a ring has the results of the call that it stands for. An axis may divide the first factor of a
 sequence alone, since rows of others would be no runs.
 """
@@ -20,6 +23,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,10 +33,21 @@ from shardc.ir.blocks import Block, Blocks
 from shardc.ir.graph import info, set_info, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
-from shardc.ir.ops.attention_rows import ALL_KEYS, NEXT_KEYS, SDPA_RING, SDPA_RING_BWD, SDPA_ROWS, SDPA_ROWS_BWD
+from shardc.ir.ops.attention_rows import (
+    ALL_KEYS,
+    NEXT_KEYS,
+    REACH_ROWS,
+    REACH_SUM,
+    SDPA_RING,
+    SDPA_RING_BWD,
+    SDPA_ROWS,
+    SDPA_ROWS_BWD,
+    reach,
+)
 from shardc.ir.provenance import Derivation
 from shardc.ir.schema import given
 from shardc.ir.types import Axes, Dim, TensorType
+from shardc.rules.halo import with_rows
 from shardc.rules.local import LocalCall
 from shardc.rules.projection import Projection
 from shardc.rules.registry import by_block
@@ -71,21 +86,48 @@ class _Rows:
         self.axes = tuple(axis for piece in row_pieces(call.projection) for axis in call.split.get(piece, ()))
         self.type = call.operands[q]
         self.ring = call.node.target in RINGS
+        self.text, self.window = rows_text(self.type.dims[-2]), call.args["window"]
 
     @property
     def by_rows(self) -> bool:
         return bool(self.axes) and (self.ring or self.args["causal"])
 
     def told(self, step: int, last: bool) -> tuple[Any, ...]:
-        return (rows_text(self.type.dims[-2]), list(self.axes), step, last)
+        return (self.text, list(self.axes), step, last, *([self.window] if self.window else []))
 
-    def moved(self, value: fx.Node) -> fx.Node:
-        """What the rank before has of a value."""
-        about = info(value)
+    def moved(self, value: fx.Node, places: int = 1) -> fx.Node:
+        """What the rank so many places before has of a value."""
+        args = (value, list(self.axes), *([places] if places != 1 else []))
+        return self._call(NEXT_KEYS, args, type_of(value), value, "next_keys")
+
+    # ------------------------------------------------------------------ what a window reaches
+    @property
+    def reach(self) -> dict[int, int]:
+        return reach(self.text, self.axes, self.window, self.call.graph.mesh)
+
+    def came(self, value: fx.Node, places: int) -> fx.Node:
+        """Of a value of keys, what comes from the rank so many places before."""
+        length, type = self.reach[places], type_of(value)
+        some = with_rows(type, type.ndim - 2, length, self.axes, self.call.graph.mesh)
+        args = (value, self.text, list(self.axes), self.window, places, length)
+        return self.moved(self._call(REACH_ROWS, args, some, value, "reach_rows"), places)
+
+    def back(self, parts: Mapping[int, fx.Node], value: fx.Node) -> fx.Node | None:
+        """The gradients of all that has come of a value, at their places in it."""
+        returned = [self.moved(part, -places) for places, part in parts.items()]
+        if not returned:
+            return None
+        length = self.type.dims[-2]
+        rows = math.prod(atom.local(self.call.graph.mesh) for atom in length)
+        args = (returned, self.text, list(self.axes), self.window, list(parts), rows)
+        return self._call(REACH_SUM, args, _wide(type_of(value)), returned[0], "reach_sum")
+
+    def _call(self, target: Any, args: tuple[Any, ...], type: TensorType, of: fx.Node, what: str) -> fx.Node:
+        about = info(of)
         origin = about.origin or Derivation("moved", about.name)
         return self.call.graph.call(
-            NEXT_KEYS, (value, list(self.axes)), like=self.call.node, type=type_of(value),
-            name=f"{origin.of}.next_keys", origin=origin, cause=about.cause or info(self.call.node).cause,
+            target, args, like=self.call.node, type=type,
+            name=f"{origin.of}.{what}", origin=origin, cause=about.cause or info(self.call.node).cause,
         )  # fmt: skip
 
     def stepped(self, target: Any, args: tuple[Any, ...], types: tuple[TensorType, ...], read: int) -> list[fx.Node]:
@@ -112,18 +154,22 @@ def by_rows(call: LocalCall) -> Any:
     q, k, v, mask = (args[name] for name in ("q", "k", "v", "mask"))
     options = (args["causal"], args["scale"], args["gqa"])
     if not rows.by_rows:
-        return SDPA, (q, k, v, mask, *options), {}
+        return SDPA, (q, k, v, mask, *options, *([rows.window] if rows.window else [])), {}
     if not rows.ring:
         return SDPA_ROWS, (q, k, v, mask, None, None, *options, *rows.told(ALL_KEYS, True)), {}
     o: fx.Node | None = None
     lse: fx.Node | None = None
-    for step in range(call.graph.mesh.size(rows.axes) - 1):
-        following = rows.moved(k), rows.moved(v)
-        arguments = (q, k, v, mask, o, lse, *options, *rows.told(step, False))
+    keys, values = k, v
+    *steps, last = (0, *rows.reach) if rows.window else range(call.graph.mesh.size(rows.axes))
+    for step, following in pairwise((*steps, last)):
+        if rows.window:
+            after = rows.came(k, following), rows.came(v, following)
+        else:
+            after = rows.moved(keys), rows.moved(values)
+        arguments = (q, keys, values, mask, o, lse, *options, *rows.told(step, False))
         o, lse = rows.stepped(SDPA_ROWS, arguments, (_wide(call.results[0]), call.results[1]), 2)
-        k, v = following
-    last = call.graph.mesh.size(rows.axes) - 1
-    return SDPA_ROWS, (q, k, v, mask, o, lse, *options, *rows.told(last, True)), {}
+        keys, values = after
+    return SDPA_ROWS, (q, keys, values, mask, o, lse, *options, *rows.told(last, True)), {}
 
 
 @by_block
@@ -133,13 +179,23 @@ def backward_by_rows(call: LocalCall) -> Any:
     g, q, k, v, mask, o, lse = (args[name] for name in ("g", "q", "k", "v", "mask", "o", "lse"))
     options = (args["causal"], args["scale"], args["gqa"], args["need_mask"])
     if not rows.by_rows:
-        return SDPA_BWD, (g, q, k, v, mask, o, lse, *options), {}
+        return SDPA_BWD, (g, q, k, v, mask, o, lse, *options, *([rows.window] if rows.window else [])), {}
     if not rows.ring:
         return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, None, None, None, *options, *rows.told(ALL_KEYS, True)), {}
     dq: fx.Node | None = None
-    dk: fx.Node | None = None
-    dv: fx.Node | None = None
-    types = (_wide(call.results[0]), *call.results[1:])
+    if rows.window:
+        parts: list[dict[int, fx.Node]] = [{}, {}]
+        for places in rows.reach:
+            keys, values = rows.came(k, places), rows.came(v, places)
+            arguments = (g, q, keys, values, mask, o, lse, dq, None, None, *options, *rows.told(places, False))
+            types = (_wide(call.results[0]), _wide(type_of(keys)), _wide(type_of(values)))
+            dq, parts[0][places], parts[1][places] = rows.stepped(
+                SDPA_ROWS_BWD, arguments, (*types, call.results[3]), 3
+            )
+        dk, dv = rows.back(parts[0], k), rows.back(parts[1], v)
+        return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, dq, dk, dv, *options, *rows.told(0, True)), {}
+    dk = dv = None
+    types = (*map(_wide, call.results[:3]), *call.results[3:])
     keys, values = k, v
     for step in range(1, call.graph.mesh.size(rows.axes)):
         keys, values = rows.moved(keys), rows.moved(values)

@@ -198,19 +198,26 @@ def test_ranks_together_compute_what_one_device_does(strategy: str) -> None:
 
 # ---------------------------------------------------------------------- how auto chooses, and what it says
 class Attention(nn.Module):
-    """Attention alone, with more heads than keys have, if asked."""
+    """Attention alone, with more heads than keys have, and a window, if asked."""
 
     def __init__(
-        self, heads: int = 8, keys: int = 8, width: int = 8, dropout: float = 0.0, causal: bool = True
+        self, heads: int = 8, keys: int = 8, width: int = 8, dropout: float = 0.0, causal: bool = True, window: int = 0
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.heads, self.keys, self.width, self.dropout, self.causal = heads, keys, width, dropout, causal
+        self.window = window
         self.q = nn.Linear(16, heads * width)
         self.k, self.v = nn.Linear(16, keys * width), nn.Linear(16, keys * width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if self.window:
+            i, j = torch.arange(x.shape[1])[:, None], torch.arange(x.shape[1])
+            seen = (j <= i) & (i - j < self.window)
+            if mask is not None:
+                seen = seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+            mask = seen
         causal = self.causal and mask is None
         p = self.dropout if self.training else 0.0
         o = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=p, is_causal=causal, enable_gqa=True)

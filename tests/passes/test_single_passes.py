@@ -47,6 +47,7 @@ from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.group_experts import GroupExperts
+from shardc.passes.normalize.imply_masks import ImplyMasks
 from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.sharding.assign import Assign
@@ -97,6 +98,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "divide_attention": DivideAttention,
     "merge_keys": MergeKeys,
     "normalize": Normalize,
+    "imply_masks": ImplyMasks,
     "group_experts": GroupExperts,
     "limit_experts": LimitExperts,
     "accumulate": Accumulate,

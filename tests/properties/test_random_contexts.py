@@ -1,4 +1,5 @@
-"""Attention whose rows, or keys, lie over axes, drawn: strategy, balance, mesh, length, heads, mask, dropout, dtype."""
+"""Attention whose rows, or keys, lie over axes, drawn: strategy, balance, mesh, length, heads, mask, window, dropout,
+dtype together."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ def test_drawn_attention_equals_one_device(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from((torch.float32, torch.bfloat16)), label="dtype")
     mask = data.draw(st.sampled_from(("", "rows", "one row")), label="mask")
     recompute = data.draw(st.sampled_from(("none", "full")), label="recompute")
+    window = data.draw(st.sampled_from((0, 0, 1, 2, 3, 5, 8, 18, 40)), label="window")
 
-    model = Attention(*heads, 4, dropout, causal).to(dtype)
+    model = Attention(*heads, 4, dropout, causal, window).to(dtype)
     generator = torch.Generator().manual_seed(0)
     batch: dict[str, Any] = {"x": torch.randn(2, length, 16, generator=generator).to(dtype)}
     rows = MESHES[mesh]

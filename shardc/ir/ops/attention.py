@@ -3,7 +3,8 @@
 The graph says only what is computed; which kernel computes it is chosen at run time from local shapes: on GPUs in
 `fused_attention`. The reference here is the definition: softmax(scale q k^T + mask) v, in float32, or in float64 if
 the operands are. Rows that see no key yield 0, not NaN. `lse`, the log of each row's sum, is what backward
-needs to rebuild the probabilities, and what ring attention merges blocks with.
+needs to rebuild the probabilities, and what ring attention merges blocks with. A causal call may have a `window`, the
+number of keys that a row sees, itself the last; 0 is no window. What it hides is not computed (`attention_tiles`).
 
 Results of rank 4 are laid out as [B, S, H, D] in memory, as real kernels give them: merging the heads
 afterwards is then a view. There is no dropout in the op: a model that asks for it gets `with_dropout`, which is
@@ -12,23 +13,19 @@ made of ordinary ops, so that masks are the counter-based ones of `random`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels_triton.base.library import define
-
-
-def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor in the layout promised above."""
-    if len(shape) != 4:
-        return like.new_empty(shape, dtype=dtype)
-    b, h, s, d = shape
-    return like.new_empty((b, s, h, d), dtype=dtype).transpose(1, 2)
+from shardc.ir.ops.attention_tiles import Kernels, attend, attend_backward, empty, tiles, wide
+from shardc.ir.ops.local import Run
 
 
 def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    """In the dtype of another, and the layout promised above."""
     return empty(like, *value.shape).copy_(value)
 
 
@@ -79,10 +76,9 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def sdpa_fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return empty(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    return empty(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
 def reference_backward(
@@ -106,21 +102,51 @@ def reference_backward(
 
 def sdpa_bwd_fake(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
-    causal: bool, scale: float | None, gqa: bool, need_mask: bool,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool, window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dmask = mask.new_empty(mask.shape) if need_mask and mask is not None else q.new_empty(0)
     return empty(q, *q.shape), empty(k, *k.shape), empty(v, *v.shape), dmask
 
 
+def whole(
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None,
+    gqa: bool, window: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`sdpa` by kernels for its parts: of a window, those that rows see."""
+    if not window:
+        return kernels.forward(q, k, v, mask, causal, scale, gqa)
+    todo = tiles([Run(0, q.shape[-2], 0)], [Run(0, k.shape[-2], 0)], causal, window)
+    return attend(kernels, todo, q, k, v, mask, None, scale, gqa, q.dtype)
+
+
+def whole_backward(
+    kernels: Kernels, g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool, window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`sdpa_bwd` likewise."""
+    if not window:
+        return kernels.backward(g, q, k, v, mask, o, lse, causal, scale, gqa, need_mask)
+    todo = tiles([Run(0, q.shape[-2], 0)], [Run(0, k.shape[-2], 0)], causal, window)
+    totals = [empty(t, *t.shape, dtype=wide(t.dtype)).zero_() for t in (q, k, v)]
+    dmask = torch.zeros_like(mask, dtype=wide(q.dtype)) if need_mask and mask is not None else None
+    attend_backward(kernels, todo, g, q, k, v, mask, o, lse, totals, dmask, scale, gqa)
+    dq, dk, dv = (
+        total if total.dtype == t.dtype else _laid_out(total, t) for total, t in zip(totals, (q, k, v), strict=True)
+    )
+    return dq, dk, dv, q.new_empty(0) if dmask is None or mask is None else dmask.to(mask.dtype)
+
+
+REFERENCE = Kernels(reference, reference_backward)
 SDPA = define(
-    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa) -> (Tensor o, Tensor lse)",
-    reference,
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa, int window=0)"
+    " -> (Tensor o, Tensor lse)",
+    partial(whole, REFERENCE),
     sdpa_fake,
 )
 SDPA_BWD = define(
     "sdpa_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, bool causal, float? scale, "
-    "bool gqa, bool need_mask) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
-    reference_backward,
+    "bool gqa, bool need_mask, int window=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    partial(whole_backward, REFERENCE),
     sdpa_bwd_fake,
 )
 

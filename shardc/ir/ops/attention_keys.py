@@ -29,16 +29,8 @@ from torch import Tensor
 from kernels_triton.base.library import LIBRARY, define
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import attention
-from shardc.ir.ops.attention_rows import (
-    REFERENCE,
-    Kernels,
-    Tile,
-    add_gradients,
-    add_tiles,
-    layout,
-    tiles,
-    wide,
-)
+from shardc.ir.ops.attention_rows import layout
+from shardc.ir.ops.attention_tiles import Kernels, Tile, attend, attend_backward, tiles, wide
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps, run_collective
 from shardc.ir.ops.context import current
 from shardc.ir.ops.local import AXES_READ
@@ -52,16 +44,16 @@ def part_tiles(
     causal: bool,
     mesh: Mesh,
     coordinate: Mapping[str, int],
+    window: int = 0,
 ) -> list[Tile]:
     """What a rank computes of attention between its rows and its keys, padding left out."""
     of_rows = layout(rows, mesh.resolve(row_axes), mesh, coordinate)
-    return tiles(of_rows, layout(keys, mesh.resolve(axes), mesh, coordinate), causal)
+    return tiles(of_rows, layout(keys, mesh.resolve(axes), mesh, coordinate), causal, window)
 
 
-def _todo(args: Sequence[Any], causal: bool) -> list[Tile]:
+def _todo(causal: bool, rows: str, row_axes: list[str], keys: str, axes: list[str], window: int = 0) -> list[Tile]:
     context = current()
-    rows, row_axes, keys, axes = args
-    return part_tiles(rows, row_axes, keys, axes, causal, context.mesh, context.coordinate)
+    return part_tiles(rows, row_axes, keys, axes, causal, context.mesh, context.coordinate, window)
 
 
 def _sdpa_part(
@@ -69,13 +61,7 @@ def _sdpa_part(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool,
     *lies: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    total, sums = _sdpa_part_fake(q, k, v, mask, causal, scale, gqa, *lies)
-    todo = _todo(lies, causal)
-    once = len({tile.row for tile in todo}) == len(todo)
-    total.zero_()
-    sums.fill_(float("-inf"))
-    add_tiles(kernels, todo, (q, k, v, mask), (total, sums), scale, gqa, once=once)
-    return total, sums
+    return attend(kernels, _todo(causal, *lies), q, k, v, mask, None, scale, gqa, wide(q.dtype))
 
 
 def _sdpa_part_fake(
@@ -93,7 +79,7 @@ def _sdpa_part_bwd(
     empty = attention.sdpa_bwd_fake(g, q, k, v, mask, o, lse, causal, scale, gqa, need_mask)
     totals = [attention.empty(t, *t.shape, dtype=wide(t.dtype)).zero_() for t in (q, k, v)]
     dmask = torch.zeros_like(mask, dtype=wide(q.dtype)) if need_mask and mask is not None else None
-    add_gradients(kernels, _todo(lies, causal), (g, q, k, v, mask, o, lse), (*totals, dmask), scale, gqa)
+    attend_backward(kernels, _todo(causal, *lies), g, q, k, v, mask, o, lse, totals, dmask, scale, gqa)
     dq, dk, dv = (t if t.dtype == e.dtype else e.copy_(t) for t, e in zip(totals, empty, strict=False))
     return dq, dk, dv, empty[3] if dmask is None else dmask.to(empty[3].dtype)
 
@@ -110,18 +96,18 @@ def _merge_lse(lse: Tensor, axes: list[str]) -> Steps:
 
 
 # ---------------------------------------------------------------------- what a rank runs
-LIES = "str rows, str[] row_axes, str keys, str[] axes"
+LIES = "str rows, str[] row_axes, str keys, str[] axes, int window=0"
 SDPA_PART = define(
     f"sdpa_part(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa, {LIES})"
     " -> (Tensor o, Tensor lse)",
-    partial(_sdpa_part, REFERENCE),
+    partial(_sdpa_part, attention.REFERENCE),
     _sdpa_part_fake,
 )
 SDPA_PART_BWD = define(
     "sdpa_part_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, bool causal, "
     f"float? scale, bool gqa, bool need_mask, {LIES}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
-    partial(_sdpa_part_bwd, REFERENCE),
-    lambda *args: attention.sdpa_bwd_fake(*args[:-4]),
+    partial(_sdpa_part_bwd, attention.REFERENCE),
+    lambda *args: attention.sdpa_bwd_fake(*args[:11]),
 )
 MERGE_LSE = define(
     "merge_lse(Tensor x, str[] axes) -> Tensor",
@@ -143,30 +129,29 @@ def register_kernels(device: str, kernels: Kernels) -> None:
 
 
 def _axes_of(*args: Any) -> list[str]:
-    """Both axes of a call are among its last four arguments."""
-    return [*args[-3], *args[-1]]
+    """Both axes of a call are lists of names, and all that is one."""
+    return [name for value in args if isinstance(value, (list, tuple)) for name in value if isinstance(name, str)]
 
 
 AXES_READ[SDPA_PART] = AXES_READ[SDPA_PART_BWD] = _axes_of
 
 
 # ---------------------------------------------------------------------- what is asked for, on global tensors
-def _sdpa_keys(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool, axes: list[str]
-) -> tuple[Tensor, Tensor]:
-    o, lse = attention.reference(q, k, v, mask, causal, scale, gqa)
+def _sdpa_keys(*args: Any) -> tuple[Tensor, Tensor]:
+    o, lse = attention.whole(attention.REFERENCE, *args[:7], *args[8:])
     return (o if o.dtype == lse.dtype else attention.empty(o, *o.shape, dtype=lse.dtype).copy_(o)), lse
 
 
 SDPA_KEYS = define(
-    "sdpa_keys(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa, str[] axes)"
-    " -> (Tensor o, Tensor lse)",
+    "sdpa_keys(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa, str[] axes,"
+    " int window=0) -> (Tensor o, Tensor lse)",
     _sdpa_keys,
     _sdpa_part_fake,
 )
 SDPA_KEYS_BWD = define(
     "sdpa_keys_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, bool causal, "
-    "float? scale, bool gqa, bool need_mask, str[] axes) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
-    lambda *args: attention.reference_backward(*args[:-1]),
-    lambda *args: attention.sdpa_bwd_fake(*args[:-1]),
+    "float? scale, bool gqa, bool need_mask, str[] axes, int window=0)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    lambda *args: attention.whole_backward(attention.REFERENCE, *args[:11], *args[12:]),
+    lambda *args: attention.sdpa_bwd_fake(*args[:11]),
 )

@@ -11,6 +11,7 @@ kernel takes on this GPU, and which of them the user has switched off (`torch.nn
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,7 +21,8 @@ from torch.nn.functional import pad
 from kernels_triton.base.library import LIBRARY
 from shardc import torch_compat
 from shardc.ir.ops import attention, attention_keys
-from shardc.ir.ops.attention_rows import Kernels, register_kernels
+from shardc.ir.ops.attention_rows import register_kernels
+from shardc.ir.ops.attention_tiles import Kernels
 
 Kernel = Literal["cudnn", "flash", "efficient", "reference"]
 HALVES = (torch.bfloat16, torch.float16)
@@ -133,7 +135,8 @@ def _chosen(
     return None if kernel == "reference" else (kernel, q, k, v, bias)
 
 
-LIBRARY.impl("sdpa", _sdpa, "CUDA")
-LIBRARY.impl("sdpa_bwd", _sdpa_bwd, "CUDA")
-register_kernels("CUDA", Kernels(_sdpa, _sdpa_bwd))
-attention_keys.register_kernels("CUDA", Kernels(_sdpa, _sdpa_bwd))
+FUSED = Kernels(_sdpa, _sdpa_bwd)
+LIBRARY.impl("sdpa", partial(attention.whole, FUSED), "CUDA")
+LIBRARY.impl("sdpa_bwd", partial(attention.whole_backward, FUSED), "CUDA")
+register_kernels("CUDA", FUSED)
+attention_keys.register_kernels("CUDA", FUSED)

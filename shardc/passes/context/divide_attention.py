@@ -37,8 +37,10 @@ from shardc.ir.ops.attention_rows import (
     SDPA_HEADS_BWD,
     SDPA_RING,
     SDPA_RING_BWD,
+    reach,
     tiles_at,
 )
+from shardc.ir.ops.attention_tiles import pairs, wide
 from shardc.ir.schema import given
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.base import Pass
@@ -134,6 +136,7 @@ class Ways:
     def __init__(self, graph: Graph, node: fx.Node, axes: Axes, hardware: Hardware) -> None:
         self.graph, self.mesh, self.node, self.axes, self.hardware = graph, graph.mesh, node, axes, hardware
         self.args = given(node)
+        self.window: int = self.args.get("window", 0)
         self.q, self.k, self.v = (type_of(self.args[name]) for name in ("q", "k", "v"))
         o, self.lse = results(node)
         self.o = type_of(o) if o is not None else self.q
@@ -171,13 +174,12 @@ class Ways:
         if not self.args["causal"] or not self._countable():
             each = operations * keys * -(-rows // size) / rate
             return each, each
-        pairs: list[float] = []
+        seen: list[float] = []
         for rank in self.mesh.group_of(0, self.axes):
-            own, _ = tiles_at(
-                rows_text(self.q.dims[-2]), self.axes, ALL_KEYS, True, self.mesh, self.mesh.coordinate(rank)
-            )
-            pairs.append(sum(t.rows * t.keys - (t.rows * t.rows / 2 if t.diagonal else 0) for t in own))
-        return operations * max(pairs) / rate, operations * sum(pairs) / size / rate
+            there = self.mesh.coordinate(rank)
+            own, _ = tiles_at(rows_text(self.q.dims[-2]), self.axes, ALL_KEYS, True, self.mesh, there, self.window)
+            seen.append(sum(pairs(tile, self.window) for tile in own))
+        return operations * max(seen) / rate, operations * sum(seen) / size / rate
 
     def _local(self, type: TensorType, dim: int) -> int:
         return math.prod(atom.local(self.mesh) for atom in type.dims[dim])
@@ -199,15 +201,27 @@ class Ways:
 
     def _ring(self, axes: Axes, name: str) -> Cost:
         why = self._no_ring()
-        size = self.mesh.size(axes)
-        sent = self._runs() * (size - 1) * self._keys()
-        step, (_, products) = self._seconds(self._keys(), 2, axes), self._products()
-        own = products / size
-        waits = (size - 1) * max(0.0, step - own)
-        if self.backward:
-            # Gradients are back at their owner when all else is done.
-            waits += (size - 1) * max(0.0, 2 * step - BACKWARD * own) + step
-        return Cost(name, sent, _micro(waits + self._more()), why)
+        steps = self._steps(axes) if not why else [1.0] * (self.mesh.size(axes) - 1)
+        keys, (_, products) = self._keys(), self._products()
+        # Gradients are sums, and travel as such.
+        sums = keys * wide(self.k.dtype).itemsize // self.k.dtype.itemsize
+        each = keys + (keys + sums if self.backward else 0)
+        own, waits = products / (len(steps) + 1), 0.0
+        for part in steps:
+            waits += max(0.0, self._seconds(part * keys, 2, axes) - own)
+            if self.backward:
+                waits += max(0.0, self._seconds(part * (keys + sums), 4, axes) - BACKWARD * own)
+        if self.backward and steps:  # gradients are back at their owner when all else is done
+            waits += self._seconds(steps[-1] * sums, 2, axes)
+        return Cost(name, round(sum(steps) * each), _micro(waits + self._more()), why)
+
+    def _steps(self, axes: Axes) -> list[float]:
+        """For each step of a ring that sends keys, how many, as a part of those that a rank has."""
+        if not self.window:
+            return [1.0] * (self.mesh.size(axes) - 1)
+        text = rows_text(self.q.dims[-2])
+        rows = int(Blocks.parse(text).local(axes, self.mesh))
+        return [length / rows for length in reach(text, axes, self.window, self.mesh).values()]
 
     def _no_ring(self) -> str:
         if not self.q.dims[-2] == self.k.dims[-2] == self.v.dims[-2]:
@@ -273,11 +287,13 @@ class Ways:
         ring = strategy in ("ring", "hierarchical")
         for call in (self.node, *self.backward):
             forward = call is self.node
+            known = given(call)
+            told, window = [v for name, v in known.items() if name != "window"], known.get("window", 0)
             if ring:
                 call.target = SDPA_RING if forward else SDPA_RING_BWD
             else:
                 call.target = SDPA_HEADS if forward else SDPA_HEADS_BWD
-            call.args = (*call.args, list(heads))
+            call.args = (*told, list(heads), *([window] if window else []))
         piece = self._piece(heads) if heads else None
         value = self.lse if self.lse is not None else self.first
         if piece is not None and value is not None:

@@ -31,7 +31,7 @@ from shardc.ir.graph import Graph, info, results, type_of, update
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.attention_keys import SDPA_KEYS, SDPA_KEYS_BWD
-from shardc.ir.ops.attention_rows import wide
+from shardc.ir.ops.attention_tiles import wide
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, TensorType
 from shardc.passes.base import Pass
@@ -152,8 +152,10 @@ class _Call:
     def take(self) -> None:
         """Say of the call and of its backward that axes divide their keys."""
         for call in (self.node, *self.backward):
+            known = given(call)
+            told, window = [v for name, v in known.items() if name != "window"], known.get("window", 0)
             call.target = SDPA_KEYS if call is self.node else SDPA_KEYS_BWD
-            call.args = (*call.args, list(self.axes))
+            call.args = (*told, list(self.axes), *([window] if window else []))
         if self.o is not None and type_of(self.o).dtype != wide(self.q.dtype):
             self._cast(self.o)
 

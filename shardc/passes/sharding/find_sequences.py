@@ -84,7 +84,11 @@ class FindSequences(Pass):
 
 
 def _is_causal(node: fx.Node) -> bool:
-    return node.target in (SDPA, SDPA_BWD) and bool(given(node).get("causal"))
+    """Do later rows of attention have more to do than earlier ones? With a short window all have the same."""
+    if node.target not in (SDPA, SDPA_BWD) or not given(node)["causal"]:
+        return False
+    window = given(node).get("window", 0)
+    return not window or 2 * window > type_of(given(node)["k"]).shape[-2]
 
 
 def _type(slot: Slot) -> TensorType:

@@ -1,0 +1,221 @@
+"""What is computed of attention between runs of rows and runs of keys: tiles, and the sums over them.
+
+Causal attention of a run of rows [a, b) and a run of keys [c, e) is a tile or two, of which only the last has a
+diagonal; what lies in the future is in none, so it is not computed, and neither are rows and keys of padding:
+
+    rows [8, 12)    keys [0, 4) full      keys [0, 12): one tile, aligned lower right      keys [12, 16) none
+
+Of a window, the number of keys that a row sees, itself the last, rows are taken a block at a time, and keys that no row
+of a block sees are in no tile. A tile that the window cuts is computed with a mask of its own, the band:
+
+    window 3, rows [8, 12)    keys [6, 12): a band      keys [0, 4): none
+
+Parts of the keys merge by the log of each row's sum, as in FlashAttention (Dao et al., 2022) and ring attention (Liu
+et al., 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardc.ir.ops.local import Run
+
+# Rows that are computed together where there is a window: between these as many as it has. Fewer rows compute fewer
+# keys that a mask hides, more rows need fewer kernels.
+FEWEST, MOST = 64, 1024
+
+
+class Tile(NamedTuple):
+    """Rows and keys that meet, as they are stored: row `row` and the next ones, key `key` and the next ones. On the
+    `diagonal` the last row sees the last key. `offset` is how far the first row is behind the first key in the
+    sequence; in a tile with a `window`, that and the window say which keys a row sees."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+    diagonal: bool
+    offset: int = 0
+    window: int = 0
+
+
+def tiles(rows: Sequence[Run], keys: Sequence[Run], causal: bool, window: int = 0) -> list[Tile]:
+    """What is computed of attention between these rows and keys."""
+    if window:
+        return [tile for run in rows for block in _blocks(run, window) for tile in _banded(block, keys, window)]
+    found: list[Tile] = []
+    ends = {end for run in keys for end in (run.start, run.start + run.extent)} if causal else set[int]()
+    for run in rows:
+        last = run.start + run.extent
+        cuts = [run.start, *sorted(end for end in ends if run.start < end < last), last]
+        for first, end in pairwise(cuts):
+            found += _tiles_of(Run(first, end - first, run.local + first - run.start), keys, causal)
+    return found
+
+
+def _tiles_of(rows: Run, keys: Sequence[Run], causal: bool) -> list[Tile]:
+    """The tiles of rows inside of which no run of keys begins or ends."""
+    found: list[Tile] = []
+    for run in keys:
+        seen = min(run.extent, rows.start + rows.extent - run.start) if causal else run.extent
+        if seen <= 0 or not rows.extent:
+            continue
+        diagonal = causal and run.start + seen > rows.start + 1
+        before = found[-1] if found else None
+        if before is not None and before.key + before.keys == run.local and not before.diagonal:
+            found[-1] = Tile(rows.local, rows.extent, before.key, before.keys + seen, diagonal)
+        else:
+            found.append(Tile(rows.local, rows.extent, run.local, seen, diagonal))
+    return found
+
+
+def _blocks(rows: Run, window: int) -> list[Run]:
+    size = min(max(window, FEWEST), MOST)
+    return [Run(rows.start + i, min(size, rows.extent - i), rows.local + i) for i in range(0, rows.extent, size)]
+
+
+def _banded(rows: Run, keys: Sequence[Run], window: int) -> list[Tile]:
+    """Of rows that are computed together, a tile with each run of keys of which they see any."""
+    found: list[Tile] = []
+    last = rows.start + rows.extent - 1
+    for run in keys:
+        first = max(run.start, rows.start - window + 1)
+        seen = min(run.start + run.extent, last + 1) - first
+        if seen <= 0:
+            continue
+        hidden = first <= last - window  # of the last row, by the window
+        diagonal = not hidden and first + seen > rows.start + 1
+        cut = hidden or (diagonal and first + seen <= last)
+        offset = rows.start - first
+        place = (rows.local, rows.extent, run.local + first - run.start, seen)
+        found.append(Tile(*place, diagonal and not cut, offset, window if cut else 0))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def pairs(tile: Tile, window: int) -> float:
+    """How many rows and keys of a tile see each other. Without a window a row and its own key are half a pair."""
+    if not window:
+        return tile.rows * tile.keys - (tile.rows * tile.rows / 2 if tile.diagonal else 0)
+    own = range(tile.offset, tile.offset + tile.rows)  # of each row, the key in its own place
+    return sum(max(0, min(i, tile.keys - 1) - max(i - window + 1, 0) + 1) for i in own)
+
+
+def band(rows: int, keys: int, offset: int, window: int, device: torch.device) -> Tensor:
+    """Which keys each row sees: bool [rows, keys]."""
+    behind = torch.arange(rows, device=device)[:, None] + offset - torch.arange(keys, device=device)
+    return (behind >= 0) & (behind < window)
+
+
+# ---------------------------------------------------------------------- sums over tiles
+class Kernels(NamedTuple):
+    """How one tile is computed: as `sdpa` and `sdpa_bwd`, with a last argument that aligns causal lower right."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor in the layout that `sdpa` promises."""
+    if len(shape) != 4:
+        return like.new_empty(shape, dtype=dtype)
+    b, h, s, d = shape
+    return like.new_empty((b, s, h, d), dtype=dtype).transpose(1, 2)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of a dtype are in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def attend(
+    kernels: Kernels, todo: Sequence[Tile], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    so_far: tuple[Tensor, Tensor] | None, scale: float | None, gqa: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The softmax over the keys of the tiles, and of those that the results `so_far` are of: o, of the dtype, and lse.
+
+    Rows that see no key yield 0, and -inf.
+    """
+    once = so_far is None and len({tile.row for tile in todo}) == len(todo)
+    # One kernel's results need no sum: they are written as they are.
+    total = empty(q, *q.shape[:-1], v.shape[-1], dtype=dtype if once else wide(q.dtype))
+    sums = q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    if so_far is None:
+        total.zero_()
+        sums.fill_(float("-inf"))
+    else:
+        total.copy_(so_far[0])
+        sums.copy_(so_far[1])
+    for tile in todo:
+        queries = q.narrow(-2, tile.row, tile.rows)
+        part = (t.narrow(-2, tile.key, tile.keys) for t in (k, v))
+        result, its_sums = kernels.forward(queries, *part, _mask_of(mask, tile, q), tile.diagonal, scale, gqa, True)
+        into, known = total.narrow(-2, tile.row, tile.rows), sums.narrow(-1, tile.row, tile.rows)
+        if once:
+            into.copy_(result)
+            known.copy_(its_sums)
+        else:
+            _merge(into, known, result, its_sums)
+    return (total if total.dtype == dtype else empty(q, *total.shape, dtype=dtype).copy_(total)), sums
+
+
+def attend_backward(
+    kernels: Kernels, todo: Sequence[Tile], g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor,
+    lse: Tensor, totals: Sequence[Tensor], dmask: Tensor | None, scale: float | None, gqa: bool,
+) -> None:  # fmt: skip
+    """Add the gradients of the tiles to those of q, k and v, and of the mask where one is wanted."""
+    for tile in todo:
+        its_rows = [t.narrow(-2, tile.row, tile.rows) for t in (g, q)]
+        its_keys = [t.narrow(-2, tile.key, tile.keys) for t in (k, v)]
+        result, sums = o.narrow(-2, tile.row, tile.rows), lse.narrow(-1, tile.row, tile.rows)
+        its_mask = _mask_of(mask, tile, q)
+        *parts, mask_part = kernels.backward(
+            *its_rows,
+            *its_keys,
+            its_mask,
+            result,
+            sums.contiguous(),
+            tile.diagonal,
+            scale,
+            gqa,
+            dmask is not None,
+            True,
+        )
+        places = ((tile.row, tile.rows), (tile.key, tile.keys), (tile.key, tile.keys))
+        for total, part, (start, length) in zip(totals, parts, places, strict=True):
+            total.narrow(-2, start, length).add_(part)
+        if dmask is not None:
+            into = _narrowed(dmask, tile)
+            into.add_(mask_part.sum_to_size(into.shape))
+
+
+def _narrowed(mask: Tensor, tile: Tile) -> Tensor:
+    if mask.ndim > 1 and mask.shape[-2] > 1:
+        mask = mask.narrow(-2, tile.row, tile.rows)
+    return mask if mask.shape[-1] == 1 else mask.narrow(-1, tile.key, tile.keys)
+
+
+def _mask_of(mask: Tensor | None, tile: Tile, q: Tensor) -> Tensor | None:
+    """The mask of a tile, with its band where it has one."""
+    part = None if mask is None else _narrowed(mask, tile)
+    if not tile.window:
+        return part
+    seen = band(tile.rows, tile.keys, tile.offset, tile.window, q.device)
+    if part is None:
+        return seen
+    return part & seen if part.dtype == torch.bool else part.masked_fill(~seen, float("-inf"))
+
+
+def _merge(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Of two parts of the keys, the softmax over both, in the place of the first."""
+    both = torch.logaddexp(lse, other_lse)
+    finite = both.masked_fill(both == float("-inf"), 0.0)
+    weights = ((part - finite).exp().unsqueeze(-1) for part in (lse, other_lse))
+    o.copy_(o * next(weights) + other.to(o.dtype) * next(weights))
+    lse.copy_(both)
