@@ -33,6 +33,7 @@ from kernels_triton.base.library import LIBRARY, define
 from shardc.ir.blocks import Blocks
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import attention
+from shardc.ir.ops.attention_parts import Softmax, Sum, wide
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps, run_collective
 from shardc.ir.ops.context import current
 from shardc.ir.ops.local import AXES_READ, Run, runs
@@ -54,14 +55,29 @@ class Tile(NamedTuple):
 
 def tiles(rows: Sequence[Run], keys: Sequence[Run], causal: bool) -> list[Tile]:
     """What is computed of attention between these rows and keys."""
-    found: list[Tile] = []
+    found: list[list[Tile]] = []
     ends = {end for run in keys for end in (run.start, run.start + run.extent)} if causal else set[int]()
     for run in rows:
         last = run.start + run.extent
         cuts = [run.start, *sorted(end for end in ends if run.start < end < last), last]
         for first, end in pairwise(cuts):
-            found += _tiles_of(Run(first, end - first, run.local + first - run.start), keys, causal)
-    return found
+            more = _tiles_of(Run(first, end - first, run.local + first - run.start), keys, causal)
+            joined = _joined(found[-1], more) if found else None
+            found = [*found[:-1], joined] if joined is not None else [*found, more]
+    return [tile for of_run in found for tile in of_run]
+
+
+def _joined(before: Sequence[Tile], more: Sequence[Tile]) -> list[Tile] | None:
+    """One tile for that of rows and that of the next rows, where they see the same keys, or one key more a row."""
+    if len(before) != 1 or len(more) != 1:
+        return None
+    (a,), (b,) = before, more
+    more_keys = b.rows if b.diagonal else 0
+    if (a.row + a.rows, a.key, a.keys + more_keys) != (b.row, b.key, b.keys) or (a.diagonal and not b.diagonal):
+        return None
+    if b.diagonal and not a.diagonal and a.rows > 1:
+        return None
+    return [Tile(a.row, a.rows + b.rows, a.key, b.keys, b.diagonal)]
 
 
 def _tiles_of(rows: Run, keys: Sequence[Run], causal: bool) -> list[Tile]:
@@ -110,18 +126,33 @@ def tiles_at(
 
 
 # ---------------------------------------------------------------------- forward
+def _as_they_are(q: Tensor, k: Tensor, mask: Tensor | None, todo: list[Tile]) -> list[Tile]:
+    return todo
+
+
 class Kernels(NamedTuple):
-    """How one tile is computed: as `sdpa` and `sdpa_bwd`, with a last argument that aligns causal lower right."""
+    """How one tile is computed: as `sdpa` and `sdpa_bwd`, with a last argument that aligns causal lower right. `cut`
+    says which tiles are computed instead of others."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    cut: Callable[[Tensor, Tensor, Tensor | None, list[Tile]], list[Tile]] = _as_they_are
 
 
 REFERENCE = Kernels(attention.reference, attention.reference_backward)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def square(todo: Sequence[Tile]) -> list[Tile]:
+    """The same tiles, with a diagonal only in squares, where there are twice as many keys as rows."""
+    found: list[Tile] = []
+    for tile in todo:
+        more = tile.keys - tile.rows
+        if tile.diagonal and more >= tile.rows:
+            found.append(Tile(tile.row, tile.rows, tile.key, more, False))
+            found.append(Tile(tile.row, tile.rows, tile.key + more, tile.rows, True))
+        else:
+            found.append(tile)
+    return found
 
 
 def _of_keys(mask: Tensor | None, keys: Sequence[Run], step: int, stored: int) -> Tensor | None:
@@ -150,45 +181,23 @@ def _sdpa_rows(
     context = current()
     todo, keys = tiles_at(rows, axes, step, causal, context.mesh, context.coordinate)
     mask = _of_keys(mask, keys, step, k.shape[-2])
-    once = last and o is None and len({tile.row for tile in todo}) == len(todo)
-    total, sums = _sdpa_rows_fake(q, k, v, mask, o, lse, causal, scale, gqa, rows, axes, step, last)
-    if not once and total.dtype != _wide(q.dtype):
-        total = attention.empty(q, *total.shape, dtype=_wide(q.dtype))
-    if o is None or lse is None:
-        total.zero_()
-        sums.fill_(float("-inf"))
-    else:
-        total.copy_(o)
-        sums.copy_(lse)
+    todo = kernels.cut(q, k, mask, todo)
+    result, sums = _sdpa_rows_fake(q, k, v, mask, o, lse, causal, scale, gqa, rows, axes, step, last)
+    found = Softmax(result, sums, o, lse, [(tile.row, tile.rows) for tile in todo])
     for tile in todo:
         queries = q.narrow(-2, tile.row, tile.rows)
         part = (t.narrow(-2, tile.key, tile.keys) for t in (k, v))
-        result, its_sums = kernels.forward(queries, *part, _mask_tile(mask, tile), tile.diagonal, scale, gqa, True)
-        into, known = total.narrow(-2, tile.row, tile.rows), sums.narrow(-1, tile.row, tile.rows)
-        if once:
-            into.copy_(result)
-            known.copy_(its_sums)
-        else:
-            _merge(into, known, result, its_sums)
-    want = q.dtype if last else _wide(q.dtype)
-    return (total if total.dtype == want else attention.empty(q, *total.shape, dtype=want).copy_(total)), sums
-
-
-def _merge(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Of two parts of the keys, the softmax over both, in the place of the first."""
-    both = torch.logaddexp(lse, other_lse)
-    finite = both.masked_fill(both == float("-inf"), 0.0)
-    weights = ((part - finite).exp().unsqueeze(-1) for part in (lse, other_lse))
-    o.copy_(o * next(weights) + other.to(o.dtype) * next(weights))
-    lse.copy_(both)
+        its = kernels.forward(queries, *part, _mask_tile(mask, tile), tile.diagonal, scale, gqa, True)
+        found.add(tile.row, *its)
+    return found.finish()
 
 
 def _sdpa_rows_fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor | None, lse: Tensor | None,
     causal: bool, scale: float | None, gqa: bool, rows: str, axes: list[str], step: int, last: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dtype = q.dtype if last else _wide(q.dtype)
-    return attention.empty(q, *q.shape[:-1], v.shape[-1], dtype=dtype), q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
+    dtype = q.dtype if last else wide(q.dtype)
+    return attention.empty(q, *q.shape[:-1], v.shape[-1], dtype=dtype), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
 # ---------------------------------------------------------------------- backward
@@ -202,35 +211,32 @@ def _sdpa_rows_bwd(
     todo, keys = tiles_at(rows, axes, step, causal, context.mesh, context.coordinate)
     assert step == ALL_KEYS or not need_mask, "the gradient of a mask is not summed along a ring"
     columns = _of_keys(mask, keys, step, k.shape[-2])
-    totals = tuple(_started(t, so_far, _wide(t.dtype)) for t, so_far in ((q, dq), (k, dk), (v, dv)))
-    dmask = torch.zeros_like(columns, dtype=_wide(q.dtype)) if need_mask and columns is not None else None
+    todo = kernels.cut(q, k, columns, todo)
+    *results, empty = _sdpa_rows_bwd_fake(
+        g, q, k, v, mask, o, lse, dq, dk, dv, causal, scale, gqa, need_mask, rows, axes, step, last
+    )
+    its_rows, its_keys = [(tile.row, tile.rows) for tile in todo], [(tile.key, tile.keys) for tile in todo]
+    sums = [
+        Sum(result, so_far, spans)
+        for result, so_far, spans in zip(results, (dq, dk, dv), (its_rows, its_keys, its_keys), strict=True)
+    ]
+    dmask = torch.zeros_like(columns, dtype=wide(q.dtype)) if need_mask and columns is not None else None
     for tile in todo:
-        its_rows = [t.narrow(-2, tile.row, tile.rows) for t in (g, q)]
-        its_keys = [t.narrow(-2, tile.key, tile.keys) for t in (k, v)]
-        result, sums = o.narrow(-2, tile.row, tile.rows), lse.narrow(-1, tile.row, tile.rows)
+        grad, queries, result = (t.narrow(-2, tile.row, tile.rows) for t in (g, q, o))
+        part = [t.narrow(-2, tile.key, tile.keys) for t in (k, v)]
+        its_lse = lse.narrow(-1, tile.row, tile.rows).contiguous()
         its_mask = _mask_tile(columns, tile)
         *parts, mask_part = kernels.backward(
-            *its_rows, *its_keys, its_mask, result, sums.contiguous(), tile.diagonal, scale, gqa, need_mask, True
+            grad, queries, *part, its_mask, result, its_lse, tile.diagonal, scale, gqa, need_mask, True
         )
-        places = ((tile.row, tile.rows), (tile.key, tile.keys), (tile.key, tile.keys))
-        for total, part, (start, length) in zip(totals, parts, places, strict=True):
-            total.narrow(-2, start, length).add_(part)
+        for total, its, start in zip(sums, parts, (tile.row, tile.key, tile.key), strict=True):
+            total.add(start, its)
         if dmask is not None:
             into = _mask_tile(dmask, tile)
             assert into is not None
             into.add_(mask_part)
-    *fakes, empty = _sdpa_rows_bwd_fake(
-        g, q, k, v, mask, o, lse, dq, dk, dv, causal, scale, gqa, need_mask, rows, axes, step, last
-    )
-    dq, dk, dv = (
-        total if total.dtype == fake.dtype else fake.copy_(total) for total, fake in zip(totals, fakes, strict=True)
-    )
+    dq, dk, dv = (total.finish() for total in sums)
     return dq, dk, dv, empty if dmask is None else dmask.to(empty.dtype)
-
-
-def _started(like: Tensor, so_far: Tensor | None, dtype: torch.dtype) -> Tensor:
-    total = attention.empty(like, *like.shape, dtype=dtype)
-    return total.zero_() if so_far is None else total.copy_(so_far)
 
 
 def _sdpa_rows_bwd_fake(
@@ -239,7 +245,7 @@ def _sdpa_rows_bwd_fake(
     need_mask: bool, rows: str, axes: list[str], step: int, last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dmask = mask.new_empty(mask.shape) if need_mask and mask is not None else q.new_empty(0)
-    dtype = q.dtype if last else _wide(q.dtype)
+    dtype = q.dtype if last else wide(q.dtype)
     return attention.empty(q, *q.shape, dtype=dtype), attention.empty(k, *k.shape), attention.empty(v, *v.shape), dmask
 
 

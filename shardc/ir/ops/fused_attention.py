@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from kernels_triton.base.library import LIBRARY
 from shardc import torch_compat
 from shardc.ir.ops import attention
-from shardc.ir.ops.attention_rows import Kernels, register_kernels
+from shardc.ir.ops.attention_rows import Kernels, Tile, register_kernels, square
 
 Kernel = Literal["cudnn", "flash", "efficient", "reference"]
 HALVES = (torch.bfloat16, torch.float16)
@@ -133,6 +133,15 @@ def _chosen(
     return None if kernel == "reference" else (kernel, q, k, v, bias)
 
 
+def _cut(q: Tensor, k: Tensor, mask: Tensor | None, todo: list[Tile]) -> list[Tile]:
+    """Squares where cuDNN takes them: it is faster than flash by more than it costs to merge two parts."""
+    if mask is not None or q.dtype not in HALVES or q.ndim != 4 or not any(tile.diagonal for tile in todo):
+        return todo
+    rows = min(tile.rows for tile in todo if tile.diagonal)
+    queries, keys = (_aligned(t.narrow(2, 0, rows)) for t in (q, k))
+    return square(todo) if kernel_for(queries, keys, keys, None, True) == "cudnn" else todo
+
+
 LIBRARY.impl("sdpa", _sdpa, "CUDA")
 LIBRARY.impl("sdpa_bwd", _sdpa_bwd, "CUDA")
-register_kernels("CUDA", Kernels(_sdpa, _sdpa_bwd))
+register_kernels("CUDA", Kernels(_sdpa, _sdpa_bwd, _cut))
