@@ -140,10 +140,12 @@ def backward_by_rows(call: LocalCall) -> Any:
     dk: fx.Node | None = None
     dv: fx.Node | None = None
     types = (_wide(call.results[0]), *call.results[1:])
-    keys, values = k, v
-    for step in range(1, call.graph.mesh.size(rows.axes)):
-        keys, values = rows.moved(keys), rows.moved(values)
+    size = call.graph.mesh.size(rows.axes)
+    keys, values = rows.moved(k), rows.moved(v)
+    for step in range(1, size):
+        following = (rows.moved(keys), rows.moved(values)) if step < size - 1 else (k, v)
         arguments = (g, q, keys, values, mask, o, lse, dq, dk, dv, *options, *rows.told(step, False))
         dq, dk, dv = rows.stepped(SDPA_ROWS_BWD, arguments, types, 3)
         dk, dv = rows.moved(dk), rows.moved(dv)
+        keys, values = following
     return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, dq, dk, dv, *options, *rows.told(0, True)), {}
