@@ -11,22 +11,25 @@ from torch import fx
 from shardc.explain.provenance import Trail, step
 from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.graph import Graph, info, op_name, type_of
-from shardc.ir.ops.attention_rows import NEXT_KEYS, SDPA_ROWS_BWD
+from shardc.ir.ops.attention_rows import NEXT_KEYS, SDPA_ROWS_BWD, SUM_KEYS
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
 
 INHERENT = "each row attends to the keys of all ranks; another strategy of `context` sends them, or heads, otherwise"
 
 
+RING = (*SO_FAR, NEXT_KEYS, SUM_KEYS)  # what a ring is made of
+
+
 def attention_of(moved: fx.Node) -> fx.Node:
     """The last step of the ring that reads what has moved a place."""
     node = moved
-    while node.target is NEXT_KEYS:
+    while node.target in (NEXT_KEYS, SUM_KEYS):
         node = next(iter(node.users))
     while not given(node)["last"]:
-        result = next(value for value in node.users if any(user.target in (*SO_FAR, NEXT_KEYS) for user in value.users))
-        node = next(user for user in result.users if user.target in (*SO_FAR, NEXT_KEYS))
-        while node.target is NEXT_KEYS:
+        result = next(value for value in node.users if any(user.target in RING for user in value.users))
+        node = next(user for user in result.users if user.target in RING)
+        while node.target in (NEXT_KEYS, SUM_KEYS):
             node = next(iter(node.users))
     return node
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.attention_rings import SO_FAR, ring_faults, stray
+from shardc.ir.attention_rings import SO_FAR, ring_faults, stray, unsummed
 from shardc.ir.blocks import Blocks
 from shardc.ir.graph import operands, type_of
 from shardc.ir.mesh import Mesh
@@ -59,6 +59,15 @@ def moved_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
     if wrong := stray(node):
         return wrong
     return [] if result_types[0] == type else [f"yields {type}, the result says {result_types[0]}"]
+
+
+def summed_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]:
+    """What is false of `sum_keys`."""
+    args = given(node)
+    types = [type_of(args["found"]), type_of(args["arrived"])]
+    if types[0] != types[1] or result_types[0] != types[0]:
+        return [f"adds {types[1]} to {types[0]}, the result says {result_types[0]}"]
+    return unsummed(node)
 
 
 def rows_faults(node: fx.Node, mesh: Mesh) -> list[str]:

@@ -33,13 +33,22 @@ from shardc.ir.graph import info, operands, producer, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
-from shardc.ir.ops.attention_rows import NEXT_KEYS
+from shardc.ir.ops.attention_rows import NEXT_KEYS, SUM_KEYS
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.ops.local import told
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
-from shardc.passes.attention_rows import ASKED, BY_ROWS, WHOLE, moved_faults, rows_faults, stands_for, uncounted
+from shardc.passes.attention_rows import (
+    ASKED,
+    BY_ROWS,
+    WHOLE,
+    moved_faults,
+    rows_faults,
+    stands_for,
+    summed_faults,
+    uncounted,
+)
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import HALO_FAULTS, PlainCall, plain_call
 from shardc.passes.sharding.lower_reshards import transposition
@@ -507,6 +516,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **HALO_FAULTS,
     **SHIFT_FAULTS,
     NEXT_KEYS: moved_faults,
+    SUM_KEYS: summed_faults,
     **dict.fromkeys(BY_ROWS, _rows_faults),
     local.mask_pad: _masked,
     local.mask_blocks: _masked_blocks,

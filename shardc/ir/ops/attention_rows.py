@@ -11,9 +11,10 @@ call of a ring takes what the steps before it have found, and adds its own:
 
     forward     o, lse     the softmax over the keys so far; o is wide until the last step
     backward    dq         so far, wide until the last step
-                dk, dv     of these keys, from the ranks that had them before; they travel with the keys
+                dk, dv     of these keys, from the ranks that had them before: of the last step alone
 
-`next_keys` is one step of the ring: the keys, or their gradients, of the rank before. Padded rows yield 0.
+`next_keys` is one step of the ring: the keys, or their gradients, of the rank before. Gradients of keys travel with the
+keys: `sum_keys` adds what a step has found to what has arrived meanwhile. Padded rows yield 0.
 
 `sdpa_ring` and `sdpa_heads` are `sdpa` on global tensors, and say how a rank is to compute it: by a ring, or, along the
 axes `heads`, by dividing heads instead of rows. `localize` leaves none of them.
@@ -263,6 +264,12 @@ NEXT_KEYS = define(
     lambda x, axes: x.new_empty(x.shape),
 )
 COLLECTIVES[NEXT_KEYS] = _next_keys
+
+SUM_KEYS = define(
+    "sum_keys(Tensor found, Tensor arrived) -> Tensor",
+    lambda found, arrived: torch.add(found, arrived, out=attention.empty(found, *found.shape)),
+    lambda found, arrived: attention.empty(found, *found.shape),
+)
 
 SDPA_ROWS = define(
     "sdpa_rows(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? o, Tensor? lse, bool causal, float? scale, bool gqa,"
