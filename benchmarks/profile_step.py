@@ -2,6 +2,7 @@
 
     busy_ms        at least one kernel ran (the union of all streams' kernels)
     overlapped_ms  a collective ran beside another kernel
+    exposed_ms     a collective ran and no other kernel did
     python_ms      from the first call of the step until the last was made: more than busy_ms means that Python is what
                    the GPU waits for
 
@@ -69,10 +70,12 @@ def profile(
         names[event.name[:NAME]].append(event.time_range.elapsed_us())
     per = 1e3 * len(batches)
     busy, overlapped = covered(spans)
+    sending, _ = covered([span for span in spans if span[2]])
     return {
         "python_ms": round(1e3 * sum(python) / len(python), 2),
         "busy_ms": round(busy / per, 2),
         "overlapped_ms": round(overlapped / per, 2),
+        "exposed_ms": round((sending - overlapped) / per, 2),
         "launches": round(sum(counts.values()) / len(batches)),
         "kernels_ms": {kind: round(us / per, 2) for kind, us in sorted(kinds.items(), key=lambda item: -item[1])},
         "kernels": {kind: round(n / len(batches)) for kind, n in sorted(counts.items(), key=lambda item: -item[1])},

@@ -12,7 +12,7 @@ from shardc.explain.provenance import Trail, step
 from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.ops.attention_keys import MERGE_LSE, WEIGH_PART
-from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SDPA_ROWS_BWD
+from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SDPA_ROWS_BWD, SUM_KEYS
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
 
@@ -20,6 +20,8 @@ INHERENT = "each row attends to the keys of all ranks; another strategy of `cont
 MERGED = "each row attends to the keys of all ranks: `context: {keys: all_gather}` sends them instead"
 MOVED = (NEXT_KEYS, REACH_ROWS, REACH_SUM)
 PUT_IN = (*MOVED, MERGE_LSE)  # the collectives explained here
+BETWEEN = (*MOVED, SUM_KEYS)  # what stands between two steps of a ring
+RING = (*SO_FAR, *BETWEEN)
 
 
 def attention_of(moved: fx.Node) -> fx.Node:
@@ -27,12 +29,12 @@ def attention_of(moved: fx.Node) -> fx.Node:
     if moved.target is MERGE_LSE:
         return next(user for user in moved.users if user.target is WEIGH_PART)
     node = moved
-    while node.target in MOVED:
+    while node.target in BETWEEN:
         node = next(iter(node.users))
     while not given(node)["last"]:
-        result = next(value for value in node.users if any(user.target in (*SO_FAR, *MOVED) for user in value.users))
-        node = next(user for user in result.users if user.target in (*SO_FAR, *MOVED))
-        while node.target in MOVED:
+        result = next(value for value in node.users if any(user.target in RING for user in value.users))
+        node = next(user for user in result.users if user.target in RING)
+        while node.target in BETWEEN:
             node = next(iter(node.users))
     return node
 

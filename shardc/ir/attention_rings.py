@@ -6,8 +6,9 @@
 
 A step reads keys and values that have come so many places, and continues the step before it, of the same operands; only
 the last one is read by others. So none is missing, or done twice. Forward a ring begins at a rank's own keys, backward
-it ends there, and the gradients of keys move one place between two steps. Types say of what has come from elsewhere
-that it lies as its owner has it, so nothing but a ring may read it.
+it ends there, and the gradients of keys move one place between two steps: the last step reads what has moved of the
+sum of what the step before it has found and of what had moved until then, and so on, back to the first. Types say of
+what has come from elsewhere that it lies as its owner has it, so nothing but a ring may read it.
 
 Of a window, the steps are those of the ranks that it reaches, and each reads what has come from one of them alone:
 
@@ -25,7 +26,16 @@ from torch import fx
 
 from shardc.ir.graph import Graph, info, producer
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.attention_rows import ALL_KEYS, NEXT_KEYS, REACH_ROWS, REACH_SUM, SDPA_ROWS, SDPA_ROWS_BWD, reach
+from shardc.ir.ops.attention_rows import (
+    ALL_KEYS,
+    NEXT_KEYS,
+    REACH_ROWS,
+    REACH_SUM,
+    SDPA_ROWS,
+    SDPA_ROWS_BWD,
+    SUM_KEYS,
+    reach,
+)
 from shardc.ir.schema import given
 from shardc.ir.types import Axes
 
@@ -35,7 +45,8 @@ SO_FAR: Mapping[Any, tuple[str, ...]] = {SDPA_ROWS: ("o", "lse"), SDPA_ROWS_BWD:
 
 # What moves keys and gradients between steps, and what may read the result of each.
 READERS: Mapping[Any, tuple[Any, ...]] = {
-    NEXT_KEYS: (*SO_FAR, NEXT_KEYS, REACH_SUM),
+    NEXT_KEYS: (*SO_FAR, NEXT_KEYS, SUM_KEYS, REACH_SUM),
+    SUM_KEYS: (NEXT_KEYS,),
     REACH_ROWS: (NEXT_KEYS,),
     REACH_SUM: (SDPA_ROWS_BWD,),
 }
@@ -115,7 +126,7 @@ def _read_elsewhere(node: fx.Node) -> str:
     """A result of a step that others than the next step, and what moves gradients to it, read."""
     for value in node.users:
         for user in value.users:
-            if user.target not in (node.target, NEXT_KEYS):
+            if user.target not in (node.target, NEXT_KEYS, SUM_KEYS):
                 return info(value).name
     return ""
 
@@ -125,25 +136,41 @@ def _continues(
     mesh: Mesh,
 ) -> list[str]:  # fmt: skip
     """What is wrong with the steps that a step continues."""
-    step = given(node)["step"]
+    args = given(node)
+    step, window = args["step"], args.get("window", 0)
     before = order[order.index(step) - 1]
     for i, value in enumerate(so_far):
-        if node.target is SDPA_ROWS_BWD and i > 0 and given(node).get("window", 0):
-            if step != order[-1]:  # the gradients of what each rank has sent stay apart
+        if node.target is SDPA_ROWS_BWD and i > 0:
+            if step != order[-1]:  # gradients of keys are for the rank that has them, and wait for no step
                 if value is not None:
                     return [f"continues %{info(value).name}, the gradient of other keys"]
                 continue
-            sources = _returned(value, node, order[:-1], axes, mesh)
+            came = _returned(value, node, order[:-1], axes, mesh) if window else _summed(value, order[:-1], axes, mesh)
         else:
-            places = int(node.target is SDPA_ROWS_BWD and i > 0)
-            source, came = _travelled(value, axes, mesh) if value is not None and places else (value, places)
-            sources = [(before, source)] if source is not None and came == places else []
-        if not sources:
+            came = [] if value is None else [(before, value)]
+        if not came:
             return [f"does not continue step {before}"]
-        for of, source in sources:
+        for of, source in came:
             if wrong := _not_of(source, i, of, node, roots, axes, mesh):
                 return [wrong]
     return []
+
+
+def _summed(value: fx.Node | None, steps: Sequence[int], axes: Axes, mesh: Mesh) -> list[tuple[int, fx.Node]]:
+    """What each of the steps has found, in a sum that has moved a place after each; nothing where it has not."""
+    found: list[tuple[int, fx.Node]] = []
+    for step in reversed(steps):
+        total, places = (value, 0) if value is None else _travelled(value, axes, mesh)
+        if total is None or places != 1:
+            return []
+        if total.target is SUM_KEYS:
+            args = given(total)
+            found.append((step, args["found"]))
+            value = args["arrived"]
+        else:
+            found.append((step, total))
+            value = None
+    return found if value is None else []
 
 
 def _returned(

@@ -101,6 +101,15 @@ def reach_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
     return [] if args["length"] == local else [f"yields {args['length']} keys, the result says {local}"]
 
 
+def summed_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]:
+    """What is false of `sum_keys`."""
+    args = given(node)
+    types = [type_of(args["found"]), type_of(args["arrived"])]
+    if types[0] != types[1] or result_types[0] != types[0]:
+        return [f"adds {types[1]} to {types[0]}, the result says {result_types[0]}"]
+    return stray(node)
+
+
 def rows_faults(node: fx.Node, mesh: Mesh) -> list[str]:
     """What is false of `sdpa_rows` or its backward, beside what the rule of the call that it stands for says."""
     args = given(node)

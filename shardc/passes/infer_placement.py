@@ -35,7 +35,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.attention_keys import MERGE_LSE, WEIGH_PART
-from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM
+from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SUM_KEYS
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.ops.local import told
@@ -51,6 +51,7 @@ from shardc.passes.attention_rows import (
     reach_faults,
     rows_faults,
     stands_for,
+    summed_faults,
     uncounted,
 )
 from shardc.passes.exchanged_rows import counts_faults, move_faults
@@ -544,6 +545,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **SHIFT_FAULTS,
     NEXT_KEYS: moved_faults,
     **dict.fromkeys((REACH_ROWS, REACH_SUM), reach_faults),
+    SUM_KEYS: summed_faults,
     **dict.fromkeys(BY_ROWS, _rows_faults),
     **dict.fromkeys(STANDS_FOR, _keys_faults),
     MERGE_LSE: merge_faults,

@@ -6,8 +6,9 @@
                                     k, v   = next_keys(k), next_keys(v)         while that is computed
                                     o, lse = sdpa_rows(q, k, v, o, lse, step=1) those of the rank before, and so on
                          backward   dq, dk, dv = sdpa_rows_bwd(.., step=1)      others' keys first
-                                    dk, dv     = next_keys(dk), next_keys(dv)   gradients travel with their keys
-                                    dq, dk, dv = sdpa_rows_bwd(.., step=2), and so on
+                                    a, b       = next_keys(dk), next_keys(dv)   gradients travel with their keys
+                                    dq, dk, dv = sdpa_rows_bwd(.., step=2)      while that is computed
+                                    a, b       = next_keys(sum_keys(dk, a)), .. and so on
                                     dq, dk, dv = sdpa_rows_bwd(.., step=0)      back at the rank that has the keys
 
                 window     k', v' = next_keys(reach_rows(k)), ..            what it reaches of others' keys
@@ -42,6 +43,7 @@ from shardc.ir.ops.attention_rows import (
     SDPA_RING_BWD,
     SDPA_ROWS,
     SDPA_ROWS_BWD,
+    SUM_KEYS,
     reach,
 )
 from shardc.ir.provenance import Derivation
@@ -130,6 +132,11 @@ class _Rows:
             name=f"{origin.of}.{what}", origin=origin, cause=about.cause or info(self.call.node).cause,
         )  # fmt: skip
 
+    def summed(self, found: fx.Node, arrived: fx.Node) -> fx.Node:
+        """Gradients of keys that a step has found and those of the steps before it."""
+        name = f"{info(self.call.node).name}.sum_keys"
+        return self.call.graph.call(SUM_KEYS, (found, arrived), like=self.call.node, type=type_of(found), name=name)
+
     def stepped(self, target: Any, args: tuple[Any, ...], types: tuple[TensorType, ...], read: int) -> list[fx.Node]:
         """A call of several results before this one, and the first ones of them, that are read."""
         graph, node = self.call.graph, self.call.node
@@ -194,12 +201,15 @@ def backward_by_rows(call: LocalCall) -> Any:
             )
         dk, dv = rows.back(parts[0], k), rows.back(parts[1], v)
         return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, dq, dk, dv, *options, *rows.told(0, True)), {}
-    dk = dv = None
+    arrived: list[fx.Node] = []
     types = (*map(_wide, call.results[:3]), *call.results[3:])
-    keys, values = k, v
-    for step in range(1, call.graph.mesh.size(rows.axes)):
-        keys, values = rows.moved(keys), rows.moved(values)
-        arguments = (g, q, keys, values, mask, o, lse, dq, dk, dv, *options, *rows.told(step, False))
-        dq, dk, dv = rows.stepped(SDPA_ROWS_BWD, arguments, types, 3)
-        dk, dv = rows.moved(dk), rows.moved(dv)
-    return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, dq, dk, dv, *options, *rows.told(0, True)), {}
+    size = call.graph.mesh.size(rows.axes)
+    keys, values = rows.moved(k), rows.moved(v)
+    for step in range(1, size):
+        following = (rows.moved(keys), rows.moved(values)) if step < size - 1 else (k, v)
+        arguments = (g, q, keys, values, mask, o, lse, dq, None, None, *options, *rows.told(step, False))
+        dq, *found = rows.stepped(SDPA_ROWS_BWD, arguments, types, 3)
+        sums = [rows.summed(*pair) for pair in zip(found, arrived, strict=True)] if arrived else found
+        arrived = [rows.moved(value) for value in sums]
+        keys, values = following
+    return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, dq, *arrived, *options, *rows.told(0, True)), {}

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import shardc
 from shardc import Program
 from shardc.cost.flops import flops
-from shardc.ir.ops.attention_rows import SDPA_ROWS, SDPA_ROWS_BWD
+from shardc.ir.ops.attention_rows import SDPA_ROWS, SDPA_ROWS_BWD, SUM_KEYS
 from tests.decoder import DECODER
 
 BATCH = 2
@@ -331,7 +331,36 @@ def _leak(program: Program) -> None:
     reader.args = tuple(moved if arg is own else arg for arg in reader.args)
 
 
-@pytest.mark.parametrize("mutate", [_skip, _stay, _keep, _rename, _turn, _leak])
+def _forget(program: Program) -> None:
+    """What the step before the last has found travels on without what had arrived."""
+    moved = steps(program, SDPA_ROWS_BWD)[-1].args[8]
+    moved.args = (moved.args[0].args[0], moved.args[1])
+
+
+def _add_another(program: Program) -> None:
+    """A sum has values' gradients for keys'."""
+    first, second, *_ = steps(program, SUM_KEYS)
+    first.args = (second.args[0], first.args[1])
+
+
+def _add_twice(program: Program) -> None:
+    """A step in the middle begins with what has arrived, which is added to its result as well."""
+    early, late = steps(program, SDPA_ROWS_BWD)[1:3]
+    assert early.args[16] == 2
+    arrived = steps(program, SUM_KEYS)[0].args[1]
+    early.args = (*early.args[:8], arrived, *early.args[9:])
+    assert late.args[8] is None
+
+
+def _return(program: Program) -> None:
+    """A sum that is under way is read by what is no part of the ring."""
+    total, other = steps(program, SUM_KEYS)[0], steps(program, SDPA_ROWS_BWD)[-1]
+    other.args = (*other.args[:9], total, *other.args[10:])
+
+
+@pytest.mark.parametrize(
+    "mutate", [_skip, _stay, _keep, _rename, _turn, _leak, _forget, _add_another, _add_twice, _return]
+)
 def test_a_broken_ring_is_refused(mutate: Callable[[Program], None]) -> None:
     from shardc.passes.type_check import type_faults
 

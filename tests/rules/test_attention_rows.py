@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,9 +14,17 @@ from torch import Tensor
 
 from shardc.ir.blocks import Blocks, zigzag
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops import attention
-from shardc.ir.ops.attention_rows import ALL_KEYS, SDPA_ROWS, SDPA_ROWS_BWD, layout, tiles_at
+from shardc.ir.ops import attention, attention_rows
+from shardc.ir.ops.attention_rows import (
+    ALL_KEYS,
+    SDPA_ROWS,
+    SDPA_ROWS_BWD,
+    layout,
+    tiles_at,
+)
+from shardc.ir.ops.attention_tiles import Kernels, Tile, square, tiles
 from shardc.ir.ops.context import Communicator, RankContext, running
+from shardc.ir.ops.local import Run
 
 TOLERANCE = 1e-12
 
@@ -180,8 +189,8 @@ def test_lengths_that_do_not_divide(n: int, ranks: int, balance: bool) -> None:
 
 
 def computed(rows: str, mesh: Mesh, rank: int, step: int) -> float:
-    tiles, _ = tiles_at(rows, mesh.names, step, True, mesh, mesh.coordinate(rank))
-    return sum(t.rows * t.keys - (t.rows * t.rows / 2 if t.diagonal else 0) for t in tiles)
+    todo, _ = tiles_at(rows, mesh.names, step, True, mesh, mesh.coordinate(rank))
+    return sum(t.rows * t.keys - (t.rows * t.rows / 2 if t.diagonal else 0) for t in todo)
 
 
 def test_what_is_in_the_future_is_not_computed() -> None:
@@ -196,17 +205,69 @@ def test_what_is_in_the_future_is_not_computed() -> None:
             assert all(len({*step}) == 1 for step in steps)
 
 
-def test_a_zigzag_is_one_tile_a_run() -> None:
-    """Of a rank's own keys, those before a run lie side by side with it, so one kernel computes both."""
+def test_a_zigzag_is_one_tile_a_run_or_one_for_both() -> None:
+    """Of a rank's own keys, those before a run lie side by side with it, so one kernel computes both; and where runs
+    see the same keys, or the second one sees those of the first and itself, one kernel computes both runs."""
     mesh, rows = Mesh(cp=4), str(zigzag(256, "cp", 4))
     for rank in range(4):
-        for step in (ALL_KEYS, 0):
-            tiles, _ = tiles_at(rows, ["cp"], step, True, mesh, mesh.coordinate(rank))
-            assert len(tiles) == 2
-            assert all(tile.diagonal for tile in tiles)
-        for step in (1, 2, 3):
-            tiles, _ = tiles_at(rows, ["cp"], step, True, mesh, mesh.coordinate(rank))
-            assert not any(tile.diagonal for tile in tiles)
+        gathered, *ring = (
+            tiles_at(rows, ["cp"], step, True, mesh, mesh.coordinate(rank))[0] for step in (ALL_KEYS, 0, 1, 2, 3)
+        )
+        if rank < 3:
+            assert gathered == [Tile(0, 32, 0, 32 * rank + 32, True), Tile(32, 32, 0, 256 - 32 * rank, True)]
+        else:
+            assert gathered == [Tile(0, 64, 0, 160, True)]
+        own, *others = ring
+        assert own == [Tile(0, 64, 0, 64, True)]
+        for step, todo in enumerate(others, start=1):
+            assert todo == ([Tile(0, 64, 0, 32, False)] if step <= rank else [Tile(32, 32, 0, 64, False)])
+
+
+def test_rows_of_one_tile_each_are_joined_only_where_that_is_the_same() -> None:
+    """Against the mask that says which key a row sees, for runs of rows and keys that lie anywhere."""
+    pieces = [Run(0, 1, 0), Run(1, 3, 1), Run(4, 4, 4), Run(9, 2, 8)]
+    layouts = [[*some] for count in (1, 2, 3) for some in itertools.combinations(pieces, count)]
+    for rows, keys, causal in itertools.product(layouts, layouts, (False, True)):
+        seen = torch.zeros(12, 12, dtype=torch.int64)
+        for row, key in itertools.product(rows, keys):
+            for i, j in itertools.product(range(row.extent), range(key.extent)):
+                seen[row.local + i, key.local + j] += key.start + j <= row.start + i if causal else 1
+        for todo in (tiles(rows, keys, causal), square(tiles(rows, keys, causal))):
+            done = torch.zeros_like(seen)
+            for tile in todo:
+                part = torch.ones(tile.rows, tile.keys, dtype=torch.int64)
+                part = part.tril(tile.keys - tile.rows) if tile.diagonal else part
+                done[tile.row : tile.row + tile.rows, tile.key : tile.key + tile.keys] += part
+            assert torch.equal(done, seen), (rows, keys, causal, todo)
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_squares_give_what_tiles_give(balance: bool, masked: bool, dtype: torch.dtype) -> None:
+    rows = str(zigzag(48, "cp", 4)) if balance else "48"
+    case = Case(Mesh(cp=4), rows, True, "rows" if masked else "")
+    cut = Kernels(attention.reference, attention.reference_backward, lambda q, k, mask, todo: square(todo))
+    g, q, k, v = (t.to(dtype) for t in case.operands())
+    mask = case.masked()
+    tolerance = TOLERANCE if dtype == torch.float64 else 2e-2
+    for rank in range(4):
+        of_rank = [case.take(t, rank, -2) for t in (g, q)]
+        its_mask = None if mask is None else case.take(mask, rank, -2)
+        told = (rows, ["cp"], ALL_KEYS, True)
+        found: list[tuple[Tensor, ...]] = []
+        for kernels in (attention.REFERENCE, cut):
+            with running(case.at(rank)):
+                o, lse = attention_rows._sdpa_rows(
+                    kernels, of_rank[1], k, v, its_mask, None, None, True, None, True, *told
+                )
+                grads = attention_rows._sdpa_rows_bwd(
+                    kernels, *of_rank, k, v, its_mask, o, lse, None, None, None, True, None, True, False, *told
+                )
+            found.append((o, lse, *grads[:3]))
+        for plain, in_squares in zip(*found, strict=True):
+            assert plain.dtype == in_squares.dtype
+            assert torch.allclose(plain, in_squares, atol=tolerance, rtol=tolerance)
 
 
 def test_halves_of_a_result_merge_in_float32() -> None:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kernels_triton.base.library import define
-from shardc.ir.ops.attention_tiles import Kernels, attend, attend_backward, empty, tiles, wide
+from shardc.ir.ops.attention_sums import wide
+from shardc.ir.ops.attention_tiles import Kernels, attend, attend_backward, empty, tiles
 from shardc.ir.ops.local import Run
 
 
@@ -127,13 +128,12 @@ def whole_backward(
     if not window:
         return kernels.backward(g, q, k, v, mask, o, lse, causal, scale, gqa, need_mask)
     todo = tiles([Run(0, q.shape[-2], 0)], [Run(0, k.shape[-2], 0)], causal, window)
-    totals = [empty(t, *t.shape, dtype=wide(t.dtype)).zero_() for t in (q, k, v)]
+    *results, none = sdpa_bwd_fake(g, q, k, v, mask, o, lse, causal, scale, gqa, need_mask)
     dmask = torch.zeros_like(mask, dtype=wide(q.dtype)) if need_mask and mask is not None else None
-    attend_backward(kernels, todo, g, q, k, v, mask, o, lse, totals, dmask, scale, gqa)
-    dq, dk, dv = (
-        total if total.dtype == t.dtype else _laid_out(total, t) for total, t in zip(totals, (q, k, v), strict=True)
+    dq, dk, dv = attend_backward(
+        kernels, todo, g, q, k, v, mask, o, lse, results, (None, None, None), dmask, scale, gqa
     )
-    return dq, dk, dv, q.new_empty(0) if dmask is None or mask is None else dmask.to(mask.dtype)
+    return dq, dk, dv, none if dmask is None else dmask.to(none.dtype)
 
 
 REFERENCE = Kernels(reference, reference_backward)

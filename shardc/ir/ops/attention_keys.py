@@ -30,7 +30,8 @@ from kernels_triton.base.library import LIBRARY, define
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import attention
 from shardc.ir.ops.attention_rows import layout
-from shardc.ir.ops.attention_tiles import Kernels, Tile, attend, attend_backward, tiles, wide
+from shardc.ir.ops.attention_sums import wide
+from shardc.ir.ops.attention_tiles import Kernels, Tile, attend, attend_backward, tiles
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps, run_collective
 from shardc.ir.ops.context import current
 from shardc.ir.ops.local import AXES_READ
@@ -76,12 +77,12 @@ def _sdpa_part_bwd(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
     causal: bool, scale: float | None, gqa: bool, need_mask: bool, *lies: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    empty = attention.sdpa_bwd_fake(g, q, k, v, mask, o, lse, causal, scale, gqa, need_mask)
-    totals = [attention.empty(t, *t.shape, dtype=wide(t.dtype)).zero_() for t in (q, k, v)]
+    *results, none = attention.sdpa_bwd_fake(g, q, k, v, mask, o, lse, causal, scale, gqa, need_mask)
     dmask = torch.zeros_like(mask, dtype=wide(q.dtype)) if need_mask and mask is not None else None
-    attend_backward(kernels, _todo(causal, *lies), g, q, k, v, mask, o, lse, totals, dmask, scale, gqa)
-    dq, dk, dv = (t if t.dtype == e.dtype else e.copy_(t) for t, e in zip(totals, empty, strict=False))
-    return dq, dk, dv, empty[3] if dmask is None else dmask.to(empty[3].dtype)
+    dq, dk, dv = attend_backward(
+        kernels, _todo(causal, *lies), g, q, k, v, mask, o, lse, results, (None, None, None), dmask, scale, gqa
+    )
+    return dq, dk, dv, none if dmask is None else dmask.to(none.dtype)
 
 
 def _weigh_part(o: Tensor, lse: Tensor, every: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,11 @@ call of a ring takes what the steps before it have found, and adds its own:
 
     forward     o, lse     the softmax over the keys so far; o is wide until the last step
     backward    dq         so far, wide until the last step
-                dk, dv     of these keys, from the ranks that had them before; they travel with the keys, as wide
+                dk, dv     of these keys, of the last step alone from the ranks that had them before
 
 `next_keys` is one step of the ring: the keys, or their gradients, of the rank before, or so many `places` before.
-Padded rows yield 0.
+Gradients of keys travel with the keys, as wide as sums are: `sum_keys` adds what a step has found to what has arrived
+meanwhile. Padded rows yield 0.
 
 Of a window a rank needs few of others' keys, and gets these alone, from those that have them. Which they are follows
 from the layout, a zigzag too:
@@ -37,7 +38,8 @@ from kernels_triton.base.library import LIBRARY, define
 from shardc.ir.blocks import Blocks
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import attention
-from shardc.ir.ops.attention_tiles import Kernels, Tile, attend, attend_backward, empty, tiles, wide
+from shardc.ir.ops.attention_sums import wide
+from shardc.ir.ops.attention_tiles import Kernels, Tile, attend, attend_backward, empty, tiles
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps, run_collective
 from shardc.ir.ops.context import current
 from shardc.ir.ops.local import AXES_READ, Run, runs
@@ -158,21 +160,12 @@ def _sdpa_rows_bwd(
     todo, keys = tiles_at(rows, axes, step, causal, context.mesh, context.coordinate, window)
     assert step == ALL_KEYS or not need_mask, "the gradient of a mask is not summed along a ring"
     columns = _of_keys(mask, keys, step, k.shape[-2])
-    totals = tuple(_started(t, so_far, wide(t.dtype)) for t, so_far in ((q, dq), (k, dk), (v, dv)))
-    dmask = torch.zeros_like(columns, dtype=wide(q.dtype)) if need_mask and columns is not None else None
-    attend_backward(kernels, todo, g, q, k, v, columns, o, lse, totals, dmask, scale, gqa)
-    *fakes, none = _sdpa_rows_bwd_fake(
+    *results, none = _sdpa_rows_bwd_fake(
         g, q, k, v, mask, o, lse, dq, dk, dv, causal, scale, gqa, need_mask, rows, axes, step, last, window
     )
-    dq, dk, dv = (
-        total if total.dtype == fake.dtype else fake.copy_(total) for total, fake in zip(totals, fakes, strict=True)
-    )
+    dmask = torch.zeros_like(columns, dtype=wide(q.dtype)) if need_mask and columns is not None else None
+    dq, dk, dv = attend_backward(kernels, todo, g, q, k, v, columns, o, lse, results, (dq, dk, dv), dmask, scale, gqa)
     return dq, dk, dv, none if dmask is None else dmask.to(none.dtype)
-
-
-def _started(like: Tensor, so_far: Tensor | None, dtype: torch.dtype) -> Tensor:
-    total = empty(like, *like.shape, dtype=dtype)
-    return total.zero_() if so_far is None else total.copy_(so_far)
 
 
 def _sdpa_rows_bwd_fake(
@@ -236,6 +229,11 @@ REACH_SUM = define(
     ),
 )
 AXES_READ[REACH_ROWS] = AXES_READ[REACH_SUM] = lambda x, rows, axes, *_: axes
+SUM_KEYS = define(
+    "sum_keys(Tensor found, Tensor arrived) -> Tensor",
+    lambda found, arrived: torch.add(found, arrived, out=empty(found, *found.shape)),
+    lambda found, arrived: empty(found, *found.shape),
+)
 
 SDPA_ROWS = define(
     "sdpa_rows(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? o, Tensor? lse, bool causal, float? scale, bool gqa,"

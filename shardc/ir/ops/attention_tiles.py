@@ -10,8 +10,7 @@ of a block sees are in no tile. A tile that the window cuts is computed with a m
 
     window 3, rows [8, 12)    keys [6, 12): a band      keys [0, 4): none
 
-Parts of the keys merge by the log of each row's sum, as in FlashAttention (Dao et al., 2022) and ring attention (Liu
-et al., 2023).
+What tiles yield is put together by `attention_sums`.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardc.ir.ops.attention_sums import Softmax, Sum, wide
 from shardc.ir.ops.local import Run
 
 # Rows that are computed together where there is a window: between these as many as it has. Fewer rows compute fewer
@@ -49,14 +49,29 @@ def tiles(rows: Sequence[Run], keys: Sequence[Run], causal: bool, window: int = 
     """What is computed of attention between these rows and keys."""
     if window:
         return [tile for run in rows for block in _blocks(run, window) for tile in _banded(block, keys, window)]
-    found: list[Tile] = []
+    found: list[list[Tile]] = []
     ends = {end for run in keys for end in (run.start, run.start + run.extent)} if causal else set[int]()
     for run in rows:
         last = run.start + run.extent
         cuts = [run.start, *sorted(end for end in ends if run.start < end < last), last]
         for first, end in pairwise(cuts):
-            found += _tiles_of(Run(first, end - first, run.local + first - run.start), keys, causal)
-    return found
+            more = _tiles_of(Run(first, end - first, run.local + first - run.start), keys, causal)
+            joined = _joined(found[-1], more) if found else None
+            found = [*found[:-1], joined] if joined is not None else [*found, more]
+    return [tile for of_run in found for tile in of_run]
+
+
+def _joined(before: Sequence[Tile], more: Sequence[Tile]) -> list[Tile] | None:
+    """One tile for that of rows and that of the next rows, where they see the same keys, or one key more a row."""
+    if len(before) != 1 or len(more) != 1:
+        return None
+    (a,), (b,) = before, more
+    more_keys = b.rows if b.diagonal else 0
+    if (a.row + a.rows, a.key, a.keys + more_keys) != (b.row, b.key, b.keys) or (a.diagonal and not b.diagonal):
+        return None
+    if b.diagonal and not a.diagonal and a.rows > 1:
+        return None
+    return [Tile(a.row, a.rows + b.rows, a.key, b.keys, b.diagonal)]
 
 
 def _tiles_of(rows: Run, keys: Sequence[Run], causal: bool) -> list[Tile]:
@@ -114,11 +129,30 @@ def band(rows: int, keys: int, offset: int, window: int, device: torch.device) -
 
 
 # ---------------------------------------------------------------------- sums over tiles
+def square(todo: Sequence[Tile]) -> list[Tile]:
+    """The same tiles, with a diagonal only in squares, where there are twice as many keys as rows."""
+    found: list[Tile] = []
+    for tile in todo:
+        more = tile.keys - tile.rows
+        if tile.diagonal and more >= tile.rows:
+            found.append(Tile(tile.row, tile.rows, tile.key, more, False))
+            found.append(Tile(tile.row, tile.rows, tile.key + more, tile.rows, True))
+        else:
+            found.append(tile)
+    return found
+
+
+def _as_they_are(q: Tensor, k: Tensor, mask: Tensor | None, todo: Sequence[Tile]) -> Sequence[Tile]:
+    return todo
+
+
 class Kernels(NamedTuple):
-    """How one tile is computed: as `sdpa` and `sdpa_bwd`, with a last argument that aligns causal lower right."""
+    """How one tile is computed: as `sdpa` and `sdpa_bwd`, with a last argument that aligns causal lower right. `cut`
+    says which tiles are computed instead of others."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    cut: Callable[[Tensor, Tensor, Tensor | None, Sequence[Tile]], Sequence[Tile]] = _as_they_are
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -129,11 +163,6 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
     return like.new_empty((b, s, h, d), dtype=dtype).transpose(1, 2)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of a dtype are in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def attend(
     kernels: Kernels, todo: Sequence[Tile], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     so_far: tuple[Tensor, Tensor] | None, scale: float | None, gqa: bool, dtype: torch.dtype,
@@ -142,57 +171,43 @@ def attend(
 
     Rows that see no key yield 0, and -inf.
     """
-    once = so_far is None and len({tile.row for tile in todo}) == len(todo)
-    # One kernel's results need no sum: they are written as they are.
-    total = empty(q, *q.shape[:-1], v.shape[-1], dtype=dtype if once else wide(q.dtype))
-    sums = q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
-    if so_far is None:
-        total.zero_()
-        sums.fill_(float("-inf"))
-    else:
-        total.copy_(so_far[0])
-        sums.copy_(so_far[1])
+    todo = kernels.cut(q, k, mask, todo)
+    o = empty(q, *q.shape[:-1], v.shape[-1], dtype=dtype)
+    lse = q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    found = Softmax(o, lse, *(so_far or (None, None)), [(tile.row, tile.rows) for tile in todo])
     for tile in todo:
         queries = q.narrow(-2, tile.row, tile.rows)
         part = (t.narrow(-2, tile.key, tile.keys) for t in (k, v))
-        result, its_sums = kernels.forward(queries, *part, _mask_of(mask, tile, q), tile.diagonal, scale, gqa, True)
-        into, known = total.narrow(-2, tile.row, tile.rows), sums.narrow(-1, tile.row, tile.rows)
-        if once:
-            into.copy_(result)
-            known.copy_(its_sums)
-        else:
-            _merge(into, known, result, its_sums)
-    return (total if total.dtype == dtype else empty(q, *total.shape, dtype=dtype).copy_(total)), sums
+        its = kernels.forward(queries, *part, _mask_of(mask, tile, q), tile.diagonal, scale, gqa, True)
+        found.add(tile.row, *its)
+    return found.finish()
 
 
 def attend_backward(
     kernels: Kernels, todo: Sequence[Tile], g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor,
-    lse: Tensor, totals: Sequence[Tensor], dmask: Tensor | None, scale: float | None, gqa: bool,
-) -> None:  # fmt: skip
-    """Add the gradients of the tiles to those of q, k and v, and of the mask where one is wanted."""
+    lse: Tensor, results: Sequence[Tensor], so_far: Sequence[Tensor | None], dmask: Tensor | None,
+    scale: float | None, gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v of the tiles, and of what is `so_far` of them, in `results`. To `dmask`, where it is
+    wanted, that of the mask is added."""
+    todo = kernels.cut(q, k, mask, todo)
+    rows, keys = [(tile.row, tile.rows) for tile in todo], [(tile.key, tile.keys) for tile in todo]
+    sums = [Sum(*parts) for parts in zip(results, so_far, (rows, keys, keys), strict=True)]
     for tile in todo:
-        its_rows = [t.narrow(-2, tile.row, tile.rows) for t in (g, q)]
-        its_keys = [t.narrow(-2, tile.key, tile.keys) for t in (k, v)]
-        result, sums = o.narrow(-2, tile.row, tile.rows), lse.narrow(-1, tile.row, tile.rows)
+        grad, queries, result = (t.narrow(-2, tile.row, tile.rows) for t in (g, q, o))
+        part = (t.narrow(-2, tile.key, tile.keys) for t in (k, v))
+        its_lse, need_mask = lse.narrow(-1, tile.row, tile.rows).contiguous(), dmask is not None
         its_mask = _mask_of(mask, tile, q)
         *parts, mask_part = kernels.backward(
-            *its_rows,
-            *its_keys,
-            its_mask,
-            result,
-            sums.contiguous(),
-            tile.diagonal,
-            scale,
-            gqa,
-            dmask is not None,
-            True,
+            grad, queries, *part, its_mask, result, its_lse, tile.diagonal, scale, gqa, need_mask, True
         )
-        places = ((tile.row, tile.rows), (tile.key, tile.keys), (tile.key, tile.keys))
-        for total, part, (start, length) in zip(totals, parts, places, strict=True):
-            total.narrow(-2, start, length).add_(part)
+        for total, its, start in zip(sums, parts, (tile.row, tile.key, tile.key), strict=True):
+            total.add(start, its)
         if dmask is not None:
             into = _narrowed(dmask, tile)
             into.add_(mask_part.sum_to_size(into.shape))
+    dq, dk, dv = (total.finish() for total in sums)
+    return dq, dk, dv
 
 
 def _narrowed(mask: Tensor, tile: Tile) -> Tensor:
@@ -210,12 +225,3 @@ def _mask_of(mask: Tensor | None, tile: Tile, q: Tensor) -> Tensor | None:
     if part is None:
         return seen
     return part & seen if part.dtype == torch.bool else part.masked_fill(~seen, float("-inf"))
-
-
-def _merge(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Of two parts of the keys, the softmax over both, in the place of the first."""
-    both = torch.logaddexp(lse, other_lse)
-    finite = both.masked_fill(both == float("-inf"), 0.0)
-    weights = ((part - finite).exp().unsqueeze(-1) for part in (lse, other_lse))
-    o.copy_(o * next(weights) + other.to(o.dtype) * next(weights))
-    lse.copy_(both)

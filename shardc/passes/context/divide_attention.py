@@ -40,7 +40,8 @@ from shardc.ir.ops.attention_rows import (
     reach,
     tiles_at,
 )
-from shardc.ir.ops.attention_tiles import pairs, wide
+from shardc.ir.ops.attention_sums import wide
+from shardc.ir.ops.attention_tiles import pairs
 from shardc.ir.schema import given
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.base import Pass

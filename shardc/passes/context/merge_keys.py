@@ -31,7 +31,7 @@ from shardc.ir.graph import Graph, info, results, type_of, update
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.attention_keys import SDPA_KEYS, SDPA_KEYS_BWD
-from shardc.ir.ops.attention_tiles import wide
+from shardc.ir.ops.attention_sums import wide
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, TensorType
 from shardc.passes.base import Pass
