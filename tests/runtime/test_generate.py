@@ -70,16 +70,20 @@ def test_greedy_tokens_are_those_of_the_library(name: str, mesh: str) -> None:
         assert tokens == row[: first + 1]
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "t5"])
-def test_scores_are_changed_by_the_library_on_the_rows_of_a_rank(name: str) -> None:
+SCORED: dict[str, dict[str, Any]] = {
+    "of the encoder": {"encoder_repetition_penalty": 2.5, "begin_suppress_tokens": [4], "forced_eos_token_id": 3},
+    "repetition": {"repetition_penalty": 3.0, "no_repeat_ngram_size": 2, "bad_words_ids": [[17], [5, 60]]},
+    "end": {"min_new_tokens": 5, "eos_token_id": [17, 60, 42, 3, 90, 8], "suppress_tokens": [7, 9]},
+}
+
+
+@pytest.mark.sampled(6)  # `test_generate_stream.py` has one of GPT-2
+@pytest.mark.parametrize("name", ["t5", "llama"])
+@pytest.mark.parametrize("changed", SCORED)
+def test_scores_are_changed_by_the_library_on_the_rows_of_a_rank(name: str, changed: str) -> None:
     model, trainer = ready(name, "dp=2, tp=2")
-    for options in (
-        {"repetition_penalty": 3.0, "no_repeat_ngram_size": 2, "bad_words_ids": [[17], [5, 60]]},
-        {"min_new_tokens": 5, "eos_token_id": [17, 60, 42, 3, 90, 8], "suppress_tokens": [7, 9]},
-        {"encoder_repetition_penalty": 2.5, "begin_suppress_tokens": [4], "forced_eos_token_id": 3},
-    ):
-        exact = library(model, max_new_tokens=NEW, **options)
-        assert torch.equal(trainer.generate(PROMPTS, NEW, pad_token_id=0, **options).sequences, exact), options
+    exact = library(model, max_new_tokens=NEW, **SCORED[changed])
+    assert torch.equal(trainer.generate(PROMPTS, NEW, pad_token_id=0, **SCORED[changed]).sequences, exact)
 
 
 PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -327,6 +331,7 @@ def test_program_generate_launches_with_the_weights_of_a_folder(tmp_path: Any) -
     assert torch.equal(result.sequences, library(model, max_new_tokens=6, eos_token_id=[]))
 
 
+@pytest.mark.long  # the same of a stream is in `test_generate_stream.py`
 def test_forms_are_bounded_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_programs, "PROGRAMS", 1)
     model, batch = gpt2(layers=1, batch=4, seq=8, vocab=32, width=16)
