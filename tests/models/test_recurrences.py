@@ -55,7 +55,7 @@ def calls(program: Program) -> Counter[Any]:
     return Counter(node.target for node in program.body.calls())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_as_many_calls_for_any_number_of_steps(name: str) -> None:
     model = model_of(name)
