@@ -14,7 +14,7 @@ from shardc.cli.targets import Target, load
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.long  # `test_cli.py` compiles and verifies `hf:gpt2` under its plan
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "bert", "t5", "vit", "resnet", "whisper"])
 def test_a_model_type_as_it_comes(name: str) -> None:
     pytest.importorskip("transformers")

@@ -232,7 +232,6 @@ def test_checkpointing_under_plans(reentrant: bool, plan: dict[str, Any]) -> Non
     assert_trains_as_eager(PerSample, DATA, plan=plan)
 
 
-@pytest.mark.long  # `test_layer_drop.py` and `tests/hostile` train models that checkpoint
 def test_hugging_faces_checkpointing() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -18,7 +18,6 @@ def of_bart(output: Any, _: Any) -> Tensor:
     return output.loss
 
 
-@pytest.mark.long  # `tests/frontend/test_layer_drop.py` drops layers of small models
 def test_a_step_is_eagers_with_some_layers_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     (model, batch), loss = bart(), of_bart

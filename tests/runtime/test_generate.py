@@ -332,7 +332,6 @@ def test_program_generate_launches_with_the_weights_of_a_folder(tmp_path: Any) -
     assert torch.equal(result.sequences, library(model, max_new_tokens=6, eos_token_id=[]))
 
 
-@pytest.mark.long  # the same of a stream is in `test_generate_stream.py`
 def test_forms_are_bounded_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_programs, "PROGRAMS", 1)
     model, batch = gpt2(layers=1, batch=4, seq=8, vocab=32, width=16)
