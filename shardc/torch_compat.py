@@ -199,10 +199,12 @@ class Recorded:
         self._tracked = ()
 
     def held(self, but: Sequence[Tensor]) -> list[Tensor]:
-        """Those that are still held, but for some. Collects garbage only if there are any."""
+        """Those that are still held, but for some. Collects garbage only if there are any: first among young objects,
+        as all are that a compile makes (`shardc.ir.gc_pause`), then among a process's millions."""
         known = {id(t) for t in but}
-        if any(id(t) not in known for t in self.tensors()):
-            gc.collect()
+        for generation in (0, 2):
+            if any(id(t) not in known for t in self.tensors()):
+                gc.collect(generation)
         return [t for t in self.tensors() if id(t) not in known]
 
     def tensors(self) -> list[Tensor]:

@@ -46,7 +46,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"inputs": {"input_ids": "ep, -", "labels": "ep, -"}, "pipeline": {"axis": "pp", "microbatches": 2}},
     ),
     "capacity zero3": ("dp=2, ep=2", SENT | capacity(1.25) | {"storage": {"zero": 3, "axes": ["dp"]}}),
-    "overflow": ("dp=2, ep=2", SENT | capacity(1.0, overflow="error")),
+    "overflow": (
+        "ep=2",
+        SENT | capacity(1.0, overflow="error") | {"inputs": {"input_ids": "ep, -", "labels": "ep, -"}},
+    ),
+    "overflow dp2ep2": ("dp=2, ep=2", SENT | capacity(1.0, overflow="error")),
     "overflow pipeline": (
         "pp=2, ep=2",
         SENT
@@ -56,11 +60,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def mixtral() -> nn.Module:
+def layers_of(case: str) -> int:
+    """A stage of a pipeline has one of its own."""
+    return 2 if "pipeline" in case else 1
+
+
+def mixtral(layers: int = 2) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4}
     experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     return MixtralForCausalLM(MixtralConfig(vocab_size=256, max_position_embeddings=LENGTH, **sizes, **experts))
 
@@ -77,7 +86,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def compiled(case: str) -> shardc.Program:
     mesh, plan = CASES[case]
-    model, ids = mixtral(), batches()[0]
+    model, ids = mixtral(layers_of(case)), batches()[0]
     batch = {"input_ids": ids, "labels": ids}
     return shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=optimizer_of(model))
 

@@ -33,9 +33,8 @@ def eager() -> tuple[list[float], float, dict[str, float]]:
     return losses, evaluated, {name: float(value.double().norm()) for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(
-    "case", ["dp2", *(pytest.param(case, marks=pytest.mark.long) for case in ("dp2tp2", "pp2tp2"))]
-)
+@pytest.mark.long  # `test_combined.py` trains ranks on batches of several shapes
+@pytest.mark.parametrize("case", ["dp2", "dp2tp2", "pp2tp2"])
 def test_ranks_train_on_several_shapes_as_one_device_does(case: str, tmp_path: Path) -> None:
     ranks = 2 if case == "dp2" else 4
     results = [result for result in start(case, ranks, tmp_path, worker=WORKER) if result is not None]

@@ -61,7 +61,7 @@ ANSWERED: dict[str, Asked] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ANSWERED)
 def test_is_answered(name: str, plan: str) -> None:

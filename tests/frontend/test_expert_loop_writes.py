@@ -153,6 +153,7 @@ def made(kind: Callable[[], Mixture]) -> Mixture:
     return kind().double()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_rows_that_are_written_to(name: str) -> None:
     verified(made(lambda: Writing(WRITES[name])))

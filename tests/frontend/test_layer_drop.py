@@ -93,7 +93,7 @@ def eager(model: nn.Module, drops: tuple[bool, ...], monkeypatch: pytest.MonkeyP
         return model(TOKENS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [Drops, Continues, Keeps, Flags, Checkpoints])
 def test_a_step_is_eagers_with_some_layers_dropped(

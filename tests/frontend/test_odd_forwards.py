@@ -80,6 +80,7 @@ WAYS |= {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_are_those_of_eager_training(way: str) -> None:
     torch.manual_seed(0)

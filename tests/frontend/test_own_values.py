@@ -283,6 +283,7 @@ def made_of_config(outer: type[Outer], inner: type[Table]) -> nn.Module:
     return OfConfig(SimpleNamespace(outer=outer, inner=inner))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("outer", WRITERS)
 @pytest.mark.parametrize("inner", [Rebuilt, Resetting])
 def test_launched_as_eager_or_refused(inner: type[Table], outer: type[Outer]) -> None:

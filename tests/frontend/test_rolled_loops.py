@@ -315,7 +315,7 @@ def test_code_is_put_back() -> None:
     assert Loops.elman.__code__ is before
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["elman", "leaky", "cells", "widened"])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3"])
 def test_compiled(form: str, mesh: str) -> None:

@@ -81,7 +81,7 @@ def never_dropped(tokens: Tensor, h: Tensor) -> Tensor:
 HOLD = (bounded, by_list, by_repeats, written_in_place, as_numbers, without_padding, finite, unbounded, never_dropped)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", MESHES)
 @pytest.mark.parametrize("asked", HOLD, ids=lambda asked: asked.__name__)
 def test_steps_are_those_of_eager_training(asked: Callable[[Tensor, Tensor], Tensor], layout: str) -> None:
@@ -108,6 +108,7 @@ def test_a_note_names_each_line() -> None:
     assert not [d for d in never.diagnostics if d.code == "SC128"], "it is so in every step"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", MESHES)
 @pytest.mark.parametrize(
     ("asked", "batch"),

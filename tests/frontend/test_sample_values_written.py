@@ -89,6 +89,7 @@ def by_a_mask_that_is_broadcast(tokens: Tensor, h: Tensor) -> Tensor:
 COPIES = (copied_by_mask, part_of_columns, small_integers, long_integers, by_a_mask_that_is_broadcast)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("asked", [*DEPEND, *COPIES])
 def test_a_step_is_that_of_eager_training(asked: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)

@@ -203,7 +203,7 @@ def equals_eager(model: nn.Module, trainer: shardc.Trainer, batch: Tensor) -> No
             torch.testing.assert_close(result.grads[name], parameter.grad, rtol=0, atol=1e-12, msg=name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chosen", WORK, ids=lambda chosen: chosen.__name__)
 def test_steps_are_those_of_eager_training(

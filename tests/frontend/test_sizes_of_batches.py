@@ -66,6 +66,7 @@ ASKED = (as_a_size, as_a_bound, of_interpolation, rows_by_counts, rows_by_counts
 FURTHER = (without_neighbours, by_a_mask_of_constants)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("asked", [*ASKED, *FURTHER], ids=lambda function: function.__name__)
 def test_what_a_call_reads_is_the_samples(asked: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     model = Counts(asked)

@@ -92,6 +92,7 @@ CARRIED = {
 NO_WAY_BACK = ("a count", "a cycle")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CARRIED)
 def test_what_steps_would_hand_on_is_said(name: str) -> None:
     model = Base(CARRIED[name])

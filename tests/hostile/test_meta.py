@@ -40,7 +40,7 @@ def built(case: Case, how: str) -> nn.Module | None:
         return None
 
 
-@pytest.mark.sampled(68)
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("how", ["meta", "meta_parameters"])
 @pytest.mark.parametrize("name", NAMES)
 def test_begins_as_the_model_does(name: str, how: str) -> None:

@@ -1,4 +1,5 @@
 import gc
+import weakref
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 import shardc
 from examples.mlp import mlp
 from shardc.ir.gc_pause import gc_paused
+from shardc.torch_compat import Recorded
 
 
 @gc_paused()
@@ -50,3 +52,24 @@ def test_nothing_is_collected_during_a_compile_and_a_launch() -> None:
     assert 0 < compiled < len(during)
     assert set(during) == {False}
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("old", "collected"), [(False, [0]), (True, [0, 2])], ids=["young", "old"])
+def test_tensors_in_garbage_are_not_held(old: bool, collected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All objects of a process are looked at only for what is no garbage of the compile itself."""
+    seen: list[int] = []
+    collect = gc.collect
+    monkeypatch.setattr(gc, "collect", lambda generation: seen.append(generation) or collect(generation))
+    recorded = Recorded()
+    with gc_paused():
+        tensor = torch.zeros(2)
+        recorded._tensors = [weakref.ref(tensor)]  # pyright: ignore[reportPrivateUsage]
+        circle: list[object] = [tensor]
+        circle.append(circle)
+        if old:
+            collect()  # what lives grows old by it
+        assert recorded.held(but=[tensor]) == []
+        assert seen == []
+        del tensor, circle
+        assert recorded.held(but=[]) == []
+    assert seen == collected

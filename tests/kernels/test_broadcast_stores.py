@@ -75,6 +75,7 @@ def test_pointwise(interpreted: Interpreter, line: str) -> None:
     held(interpreted, line, "tiles", Schedule(16, 1, 4, 4))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("line", REDUCED.values(), ids=REDUCED)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_beside_a_reduction(interpreted: Interpreter, line: str, chunks: int) -> None:

@@ -91,7 +91,7 @@ def dtypes(name: str) -> list[torch.dtype]:
     return DTYPES if name in ("odd sizes", "do not divide") else [DTYPES[sorted(CASES).index(name) % 4]]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_packed_and_unpacked_is_as_plain_torch_has_it(interpreted: Interpreter, name: str) -> None:
     case = CASES[name]

@@ -160,6 +160,7 @@ def test_logits_far_from_zero(interpreted: Interpreter, how: str, dtype: torch.d
     held(x, target, loss, grad)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not launch.HAS_TRITON, reason="Triton compiles it")
 @pytest.mark.parametrize("shards", [2, 5])
 def test_every_thread_has_the_same_sum_over_shards(shards: int) -> None:

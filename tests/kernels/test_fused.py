@@ -88,6 +88,7 @@ def test_random_kernels(interpreted: Interpreter, kind: Kind, data: st.DataObjec
         judge(kernel, found, reference.run(kernel, given_), (style, schedule, output, same))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", [0, 1, 3, (1 << 33) - 100, (1 << 34) - 500, (1 << 34) - 501])
 @pytest.mark.parametrize("stride", [80, 41])
 def test_random_numbers_are_those_of_the_op_bit_for_bit(interpreted: Interpreter, stride: int, first: int) -> None:

@@ -113,14 +113,18 @@ def test_what_programs_launch_is_compiled(model: str, computes: str) -> None:
     assert set.union(*launched.values()) - known() == set()
 
 
-def test_what_is_wider_than_x_fits_in_shared_memory() -> None:
+@pytest.mark.parametrize(
+    "wider",
+    [pytest.param({"weight": "f32[cols]"}, marks=pytest.mark.long), {"residual_grad": "f32[rows, cols]"}],
+    ids=str,
+)
+def test_what_is_wider_than_x_fits_in_shared_memory(wider: dict[str, str]) -> None:
     """12,288 columns of bfloat16 fill it three deep: with a float32 weight or gradient beside, room is for less."""
-    backward = TEMPLATES["layer_norm_backward"]
-    for wider in ({"weight": "f32[cols]"}, {"residual_grad": "f32[rows, cols]"}):
-        for source in gate.template_jobs(backward, 12288, torch.bfloat16, wider):
-            assert gate.measure_job(source, 90)["problems"] == []
+    for source in gate.template_jobs(TEMPLATES["layer_norm_backward"], 12288, torch.bfloat16, wider):
+        assert gate.measure_job(source, 90)["problems"] == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["swiglu_backward", "rope"])
 def test_parts_of_short_rows_are_as_wide(name: str) -> None:
     """Outputs in two parts have tiles of half the size, and so half the threads: each has 16 bytes still."""
@@ -128,6 +132,7 @@ def test_parts_of_short_rows_are_as_wide(name: str) -> None:
         assert gate.measure_job(source, 90)["accesses"].keys() == {"128"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("channels", "space", "groups"), [(64, 32768, 64), (64, 32768, 32), (640, 4096, 32)])
 def test_groups_of_few_or_odd_numbers_of_channels_do_not_spill(channels: int, space: int, groups: int) -> None:
     found: list[gate.CompileJob] = []
@@ -180,7 +185,7 @@ UNALIGNED: dict[str, tuple[Callable[[], object], dict[str, int]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", UNALIGNED)
 def test_one_operand_that_is_not_aligned_is_refused(name: str) -> None:
     """However short its rows are, so that few accesses read it, and whatever the others have."""

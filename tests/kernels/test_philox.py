@@ -42,6 +42,7 @@ def compiled(run: Callable[..., Any], *args: Any) -> tuple[int, int]:
     return len(wide), kernel.metadata.shared
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("stride", "first", "computed"),
     [

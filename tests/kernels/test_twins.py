@@ -157,6 +157,7 @@ def test_moments_in_float64_are_refused_beside_less(name: str) -> None:
     ops.adamw(**{k: x.double() for k, x in given.items()}, **scalars)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not launch.HAS_TRITON, reason="Triton compiles it")
 @pytest.mark.parametrize("schedule", [None, Schedule(8, 1, 1, 4)], ids=["each its own", "threads have the same"])
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 DECORATORS = ("lru_cache", "cache", "compile_compatible_method_lru_cache")
+DECORATED = re.compile(rf"^ *@(\w+\.)*({'|'.join(DECORATORS)})\b", re.MULTILINE)  # parsing all files takes seconds
 FOLDER = Path(transformers.__file__).parent / "models"
 
 
@@ -50,7 +52,7 @@ def cached_functions() -> list[CachedFunction]:
 
 def _of_file(path: Path) -> list[CachedFunction]:
     source = path.read_text()
-    return list(_of_body(path.parent.name, "", ast.parse(source).body)) if "cache" in source else []
+    return list(_of_body(path.parent.name, "", ast.parse(source).body)) if DECORATED.search(source) else []
 
 
 def _of_body(file: str, owner: str, body: list[ast.stmt]) -> Iterator[CachedFunction]:

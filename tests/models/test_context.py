@@ -88,7 +88,7 @@ def test_causal_models(name: str, strategy: str, mesh: str) -> None:
     exact(compiled(name, mesh, 16, context=strategy))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("length", "mesh"), [(17, "cp=2"), (50, "cp=4"), (7, "cp=4")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -104,7 +104,7 @@ TP = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("mesh", "rows", "said"),
@@ -123,7 +123,7 @@ def test_with_everything_else(mesh: str, rows: str, said: dict[str, Any], strate
     exact(compiled("llama", mesh, 12, rows, context=strategy, **said))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("length", [16, 18])
 @pytest.mark.parametrize("name", ["llama", "llama_mha", "llama_mqa"])
 def test_hierarchical(name: str, length: int) -> None:
@@ -133,7 +133,7 @@ def test_hierarchical(name: str, length: int) -> None:
     exact(program)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4"])
 def test_bert_sees_both_ways(strategy: str, mesh: str) -> None:
@@ -156,6 +156,7 @@ def sent(program: Program, phase: str, kinds: tuple[str, ...]) -> int:
     return sum(c.bytes_per_step for c in of_attention)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "heads"), [("llama", 2), ("llama_mqa", 1)])
 @pytest.mark.parametrize("strategy", ["all_gather", "ring"])
 def test_keys_are_sent_at_their_own_width(name: str, heads: int, strategy: str) -> None:
@@ -186,6 +187,7 @@ def attention_flops(program: Program, rank: int | None = None) -> int:
     return sum(done.of_op(op) for op in ATTENTION)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_together_compute_what_one_device_does(strategy: str) -> None:
     alone = attention_flops(compiled("llama_mha", "cp=1", 256))
@@ -273,7 +275,7 @@ def test_dropout_drops_the_same(strategy: str, causal: bool) -> None:
     exact(shardc.compile(model, torch.randn(2, 10, 16), plan=plan))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shape", [(2, 1, 10, 10), (1, 1, 10, 10), (10, 10), (2, 1, 1, 10)])
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])

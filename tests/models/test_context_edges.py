@@ -26,6 +26,7 @@ class Cross(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).pow(2).sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("context", ["auto", "ring", "all_to_all"])
 @pytest.mark.parametrize(("rows", "keys"), [(16, 13), (13, 16)])
 def test_causal_attention_to_another_number_of_keys(rows: int, keys: int, context: str) -> None:

@@ -177,7 +177,7 @@ def compiled(model: nn.Module, plan: dict[str, Any], mesh: str = "dp=2, tp=2", *
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 def test_every_form_under_every_plan(form: str, plan: str) -> None:
     make, params = FORMS[form]
     torch.manual_seed(0)
@@ -242,6 +242,7 @@ def test_a_program_of_blocks_is_read_back(tmp_path: Path) -> None:
 OTHERS = [(FUSED, "tp=3", {}), ({}, "tp=2", {}), (FUSED, "dp=2, tp=2", {"storage": {"zero": 3, "axes": ["dp"]}})]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("params", "mesh", "plan"), OTHERS, ids=["other ranks", "whole", "zero 3"])
 def test_a_checkpoint_goes_on_under_another_plan(
     params: dict[str, str], mesh: str, plan: dict[str, Any], tmp_path: Path

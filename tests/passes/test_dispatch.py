@@ -97,7 +97,7 @@ def moves(graph: Graph) -> Counter[object]:
     return Counter(node.target for node in graph.calls() if node.target in (DISPATCH_ROWS, COMBINE_ROWS))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", MESHES)
 def test_any_routing_and_size_is_as_on_one_device(name: str) -> None:
     """Batches and experts that ranks do not divide are padded; padding is of no expert, and is not sent."""

@@ -117,7 +117,7 @@ def check(compiled: Program, name: str, ids: Tensor, factor: float, seed: int = 
     return dropped
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", PLACES)
 def test_any_routing_is_as_where_dropped_rows_weigh_nothing(name: str) -> None:
     """To all experts, few or one, with ties; with batches and experts that ranks do not divide."""
@@ -248,6 +248,7 @@ def trained(overflow: str = "drop", factor: float | str = 1.0, **more: Any) -> t
     return compiled, compiled.launch()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "more", [{}, {"precision": "fp16"}, {"nonfinite": "raise"}, {"clip_grad_norm": 1.0}, {"accumulate": 2}]
 )

@@ -250,6 +250,7 @@ def ports(graph: Graph) -> Any:
     return zip(graph.inputs, graph.placeholders, strict=True)
 
 
+@pytest.mark.long  # `tests/explain/test_explain_kernels.py` and `tests/partition/test_gathers.py` fuse stages
 def test_a_pipelines_parts_are_fused_one_by_one() -> None:
     model, batch, _ = make("gpt2")
     mine = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -209,6 +209,7 @@ def test_the_facts_of_a_renamed_call_are_those_of_its_operations(graph: Graph) -
     assert len(kinds) < len(graph.fx.nodes)
 
 
+@pytest.mark.sampled(3)
 def test_a_cluster_writes_what_others_read(graph: Graph) -> None:
     several = 0
 

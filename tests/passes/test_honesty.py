@@ -132,7 +132,7 @@ def distributed(reference: Graph, target: Target, options: Options) -> Graph | N
         return None
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_accepted_plan_is_honoured(name: str) -> None:
     make, batch = MODELS[name]

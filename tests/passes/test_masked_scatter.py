@@ -103,6 +103,7 @@ class Put(nn.Module):
         return (FORMS[self.form](torch.tanh(self.x), mask, torch.sin(self.y)) * scale[0]).square().sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("placed", ["dp, -", "-, dp"])
 def test_any_mask(form: str, placed: str) -> None:

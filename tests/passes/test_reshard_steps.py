@@ -105,7 +105,7 @@ def test_every_pair_of_placements(mesh: Mesh, before: TensorType) -> None:
         check(before, after, mesh)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("before", list(types(whole=BLOCKED)), ids=str)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_pair_of_placements_of_blocks(mesh: Mesh, before: TensorType) -> None:
@@ -113,7 +113,7 @@ def test_every_pair_of_placements_of_blocks(mesh: Mesh, before: TensorType) -> N
         check(before, after, mesh)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("before", [*types(whole=ZIGZAG), *types(whole=FIRST_ROWS)], ids=str)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_pair_of_placements_in_zigzag(mesh: Mesh, before: TensorType) -> None:

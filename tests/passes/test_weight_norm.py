@@ -71,6 +71,7 @@ CASES: list[tuple[nn.Module, Tensor, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "x", "plan"), CASES, ids=lambda one: type(one).__name__)
 def test_sharded_equals_the_single_device(model: nn.Module, x: Tensor, plan: dict[str, Any]) -> None:
     plan = {"inputs": {"x": "dp"}, **plan}

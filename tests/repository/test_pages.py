@@ -52,7 +52,14 @@ def test_the_readme_runs(tmp_path: Path, request: pytest.FixtureRequest, monkeyp
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("page", [page for page in EXECUTED[1:] if _runs(page)], ids=lambda page: page.path.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.long] if page.path.stem == "training" else [], id=page.path.stem)
+        for page in EXECUTED[1:]
+        if _runs(page)
+    ],
+)
 def test_a_page_runs(
     page: Page, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,7 +86,7 @@ EXACT: dict[str, Case] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EXACT)
 def test_equals_eager(name: str) -> None:
     make, shape, mesh, placed = EXACT[name]

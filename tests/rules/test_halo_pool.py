@@ -81,6 +81,7 @@ EXACT: dict[str, Case] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_equals_eager(name: str) -> None:
     make, shape, mesh, placed = EXACT[name]

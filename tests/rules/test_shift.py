@@ -144,7 +144,7 @@ class Summed(nn.Module):
         return F.cross_entropy(self.head(torch.tanh(x) / (1 + seen)).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("balance", ["zigzag", "none"])
 @pytest.mark.parametrize("length", [16, 17, 50])
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4", "dp=2, cp=2"])
@@ -193,6 +193,7 @@ MUTATIONS: dict[str, tuple[Any, int, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("balance", ["zigzag", "none"])
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_move_is_refused(name: str, balance: str) -> None:

@@ -131,7 +131,7 @@ def test_means_are_those_of_the_eager_model_on_the_present_weights(name: str) ->
         trainer.step(batch(seed=10 + k))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", PLANS)
 def test_training_is_bitwise_what_it_is_without_evaluation(name: str) -> None:
     """Losses, parameters, buffers, moments; and torch's and our own random numbers."""
@@ -187,17 +187,18 @@ def test_what_forward_does_to_buffers_is_not_kept(name: str) -> None:
     assert trainer.evaluate([batch(), batch()]).loss == trainer.evaluate([batch()]).loss
 
 
-def test_an_evaluation_holds_tensors_as_training_does() -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", PLANS)
+def test_an_evaluation_holds_tensors_as_training_does(name: str) -> None:
     """Whatever forward alone would prefer: what is shared is neither moved nor gathered between steps."""
-    for name, (mesh, plan) in PLANS.items():
-        model = Deep() if "interleaved" in name else Net()
-        adam = torch.optim.AdamW(model.parameters())
-        program = shardc.compile(model, batch(), mesh=mesh, plan=plan, loss=loss, optimizer=adam)
-        beside = program.evaluation(batch(), "scalars")
-        trained, evaluated = held(program.staged), held(beside.staged)
-        assert {key: trained[key] for key in evaluated} == evaluated, name
-        for c in program.staged.coordinate_range:
-            assert beside.staged.held(c) <= program.staged.held(c), name
+    (mesh, plan), model = PLANS[name], Deep() if "interleaved" in name else Net()
+    adam = torch.optim.AdamW(model.parameters())
+    program = shardc.compile(model, batch(), mesh=mesh, plan=plan, loss=loss, optimizer=adam)
+    beside = program.evaluation(batch(), "scalars")
+    trained, evaluated = held(program.staged), held(beside.staged)
+    assert {key: trained[key] for key in evaluated} == evaluated
+    for c in program.staged.coordinate_range:
+        assert beside.staged.held(c) <= program.staged.held(c)
 
 
 def held(staged: StagedProgram) -> dict[str, tuple[int, ...]]:

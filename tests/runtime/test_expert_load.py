@@ -36,6 +36,7 @@ def trainer(laid: dict[str, Any], ids: Tensor, **experts: Any) -> Any:
     return shardc.compile(model, sample, plan=plan, loss=mean_of_squares, optimizer=adamw).launch()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LAID)
 def test_the_load_is_that_of_the_whole_batch(name: str) -> None:
     ids = torch.tensor([0, 0, 0, 1, 3, 3] * 4).view(4, TOKENS, CHOSEN)

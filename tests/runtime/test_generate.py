@@ -70,16 +70,20 @@ def test_greedy_tokens_are_those_of_the_library(name: str, mesh: str) -> None:
         assert tokens == row[: first + 1]
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "t5"])
-def test_scores_are_changed_by_the_library_on_the_rows_of_a_rank(name: str) -> None:
+SCORED: dict[str, dict[str, Any]] = {
+    "of the encoder": {"encoder_repetition_penalty": 2.5, "begin_suppress_tokens": [4], "forced_eos_token_id": 3},
+    "repetition": {"repetition_penalty": 3.0, "no_repeat_ngram_size": 2, "bad_words_ids": [[17], [5, 60]]},
+    "end": {"min_new_tokens": 5, "eos_token_id": [17, 60, 42, 3, 90, 8], "suppress_tokens": [7, 9]},
+}
+
+
+@pytest.mark.sampled(6)  # `test_generate_stream.py` has one of GPT-2
+@pytest.mark.parametrize("name", ["t5", "llama"])
+@pytest.mark.parametrize("changed", SCORED)
+def test_scores_are_changed_by_the_library_on_the_rows_of_a_rank(name: str, changed: str) -> None:
     model, trainer = ready(name, "dp=2, tp=2")
-    for options in (
-        {"repetition_penalty": 3.0, "no_repeat_ngram_size": 2, "bad_words_ids": [[17], [5, 60]]},
-        {"min_new_tokens": 5, "eos_token_id": [17, 60, 42, 3, 90, 8], "suppress_tokens": [7, 9]},
-        {"encoder_repetition_penalty": 2.5, "begin_suppress_tokens": [4], "forced_eos_token_id": 3},
-    ):
-        exact = library(model, max_new_tokens=NEW, **options)
-        assert torch.equal(trainer.generate(PROMPTS, NEW, pad_token_id=0, **options).sequences, exact), options
+    exact = library(model, max_new_tokens=NEW, **SCORED[changed])
+    assert torch.equal(trainer.generate(PROMPTS, NEW, pad_token_id=0, **SCORED[changed]).sequences, exact)
 
 
 PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -181,7 +185,8 @@ def test_sliding_windows_see_what_the_library_lets_them_see() -> None:
 
 
 # ---------------------------------------------------------------------- what a decode step sends and holds
-@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "t5"))])
+@pytest.mark.long  # `test_generate_stream.py` counts what the steps of a stream send
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_a_decode_step_sends_what_tensor_parallelism_must(name: str) -> None:
     model, batch, params = made(name)
     program = shardc.compile(model, batch, mesh="dp=2, tp=2", plan={"params": params, "inputs": DP}, mode="eval")

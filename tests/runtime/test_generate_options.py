@@ -74,6 +74,7 @@ HONOURS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", HONOURS, ids=lambda options: " ".join(options))
 def test_options_are_those_of_the_library(ready: Any, options: dict[str, Any]) -> None:
     model, trainer = ready

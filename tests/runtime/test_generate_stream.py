@@ -105,15 +105,15 @@ def test_what_changes_scores_reads_a_sequence_alone(options: dict[str, Any]) -> 
     assert [list(row) for row in result.tokens] == exact
 
 
-def test_rows_are_moved_where_the_cache_ends_and_where_a_long_prompt_comes() -> None:
+@pytest.mark.parametrize("longer", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_rows_are_moved_where_the_cache_ends_and_where_a_long_prompt_comes(longer: bool) -> None:
     model, trainer = ready("gpt2", "dp=2, tp=2")
     prompts = [[5], [9, 4], [3] * 3, list(range(1, 19)), [8], [2] * 15, [6, 1]]
     limits = [15, 17, 9, 2, 12, 5, 14]
     exact = {i: alone(model, p, n, eos_token_id=[]) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))}
-    needed = max(len(p) + n - 1 for p, n in zip(prompts, limits, strict=True))
-    for length in (needed, 40):
-        stream = trainer.generate_stream(prompts, limits, rows=2, eos_token_id=[], pad_token_id=0, max_cache_len=length)
-        assert tokens_of(stream) == exact, length
+    length = 40 if longer else max(len(p) + n - 1 for p, n in zip(prompts, limits, strict=True))
+    stream = trainer.generate_stream(prompts, limits, rows=2, eos_token_id=[], pad_token_id=0, max_cache_len=length)
+    assert tokens_of(stream) == exact
 
 
 @pytest.mark.long  # in a batch, `test_generate.py` compares windows
@@ -374,18 +374,18 @@ def test_what_is_odd_and_allowed() -> None:
     assert [list(row) for row in masked.tokens] == [exact, alone(model, [4, 5, 7], 2, eos_token_id=[])]
 
 
-def test_scores_that_are_no_numbers_name_the_prompt() -> None:
+@pytest.mark.parametrize("sample", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_scores_that_are_no_numbers_name_the_prompt(sample: bool) -> None:
     model, batch = gpt2(layers=1, batch=4, seq=8, vocab=32, width=16)
     with torch.no_grad():
         model.get_input_embeddings().weight[9] = float("nan")  # type: ignore[operator]
     trainer = shardc.compile(model, batch, mesh="dp=1", plan={}, mode="eval").launch()
-    for sample in (False, True):
-        stream = trainer.generate_stream(
-            [[1], [2], [3, 9]], [2, 1, 4], rows=2, do_sample=sample, eos_token_id=[], pad_token_id=0
-        )
-        wrong = code_of(lambda stream=stream: list(stream))
-        assert wrong.code == "SC509"
-        assert "new token 0 of prompt" in str(wrong)
+    stream = trainer.generate_stream(
+        [[1], [2], [3, 9]], [2, 1, 4], rows=2, do_sample=sample, eos_token_id=[], pad_token_id=0
+    )
+    wrong = code_of(lambda: list(stream))
+    assert wrong.code == "SC509"
+    assert "new token 0 of prompt" in str(wrong)
 
 
 @pytest.mark.long  # what each sends: the decode step's test above, and that of `test_generate.py`
