@@ -60,11 +60,19 @@ def add_node(
     graph: fx.Graph, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None = None
 ) -> fx.Node:
     """A node at the graph's insertion point, as `Graph.create_node` makes it. That also looks through the arguments for
-    symbolic sizes, which no body has, and takes twice as long."""
+    symbolic sizes, which no body has, and takes twice as long. A `name` is that of another graph's node."""
     namespace = graph._graph_namespace
-    name = namespace.create_name(graph._target_to_str(target) if name is None else name, None)
+    if name is None or name in namespace._used_names:
+        name = namespace.create_name(graph._target_to_str(target) if name is None else name, None)
+    else:  # as `create_name` does it for the name of a node
+        base, _, number = name.rpartition("_")
+        if base and number.isdigit():
+            namespace._base_count[base] = int(number)
+        else:
+            namespace._base_count.setdefault(name, 0)
+        namespace._used_names.add(name)
     node = fx.Node(graph, name, op, target, args, kwargs)
-    namespace.associate_name_with_obj(name, node)
+    namespace._obj_to_name[node] = name
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1

@@ -72,8 +72,8 @@ def layout_of(body: Graph, pack: fx.Node) -> Layout | None:
 def pieces(body: Graph) -> dict[fx.Node, Piece]:
     """The members that are allocated in their buckets."""
     piece_of: dict[fx.Node, Piece] = {}
-    for pack in body.calls():
-        if pack.target is not PACK or (layout := layout_of(body, pack)) is None:
+    for pack in body.calls_of(PACK):
+        if (layout := layout_of(body, pack)) is None:
             continue
         members = operands(pack)
         for index, (value, lead) in enumerate(zip(members, given(pack)["leads"], strict=True)):
@@ -98,8 +98,7 @@ def reduced_in_place(moved: fx.Node) -> bool:
 def with_buckets(body: Graph, of: dict[fx.Node, Storage]) -> dict[fx.Node, Storage]:
     """The storage of every value, with members that are allocated in their buckets, and reduced there."""
     placed = {value: of[piece.layout.pack] for value, piece in pieces(body).items()}
-    reductions = [call for call in body.calls() if call.target is all_reduce]
-    over = {of[call]: of[operands(call)[0]] for call in reductions if reduced_in_place(call)}
+    over = {of[call]: of[operands(call)[0]] for call in body.calls_of(all_reduce) if reduced_in_place(call)}
     if not placed and not over:
         return of
     return {value: placed.get(value, over.get(storage, storage)) for value, storage in of.items()}

@@ -146,6 +146,10 @@ class Graph:
         """Operations in topological order, getitems left out."""
         return (n for n in self.fx.nodes if n.op == "call_function" and n.target is not operator.getitem)
 
+    def calls_of(self, target: Any) -> list[fx.Node]:
+        """The calls of one op in topological order, found without a walk over all calls."""
+        return self.fx.find_nodes(op="call_function", target=target)
+
     def values(self) -> Iterator[fx.Node]:
         """Nodes that hold one tensor, in topological order."""
         return (n for n in self.fx.nodes if n.op in ("placeholder", "call_function") and info(n).type is not None)
@@ -161,9 +165,9 @@ class Graph:
                 return node
         raise KeyError(name)
 
-    def copy(self) -> Graph:
-        """An independent graph; node infos are frozen and shared."""
-        table: dict[fx.Node, fx.Node] = {}
+    def copy(self, table: dict[fx.Node, fx.Node] | None = None) -> Graph:
+        """An independent graph; node infos are frozen and shared. `table` is given the copy of each node."""
+        table = {} if table is None else table
         copied = Graph(fx.Graph(), self.mesh, self.inputs, self.outputs, self.name)
         for node in self.fx.nodes:
             if node.op != "output":

@@ -76,7 +76,7 @@ def lives(
                     life.dies = read
                 if phase != life.last and ORDER.index(phase) > ORDER.index(life.last):
                     life.last = phase
-        for value, _ in yields(call):
+        for value, _ in ((call, 0),) if info(call).type is not None else yields(call):
             storage, in_bucket = of[value], value in bucket_pieces
             if of_weights:
                 weights.add(value)

@@ -133,6 +133,29 @@ def layouts(body: Graph) -> Layouts:
     return Layouts(storage_of, operand_of)
 
 
+def extended(body: Graph, known: dict[fx.Node, Operand]) -> dict[fx.Node, Operand]:
+    """The operands of a body in which calls were inserted, and then read instead of others: `known` has all values but
+    those of the new calls. It asks only about these, and about readers of what lies otherwise now."""
+    changed: set[fx.Node] = set()
+    operand_of = dict(known)
+    for node in body.calls():
+        if node in operand_of and node not in changed:
+            continue
+        values = yields(node)
+        if node not in changed and operand_of.keys() >= {value for value, _ in values}:
+            continue
+        results = _layouts(node, operand_of)
+        for value, position in values:
+            operand = _in_order(type_of(value).local_shape(body.mesh), type_of(value).dtype)
+            layout = results[position] if position < len(results) else None
+            if layout is not None and layout.shape == operand.shape:
+                operand = _strided(operand.shape, layout.strides, operand.dtype, operand.bytes)
+            if operand_of.get(value) is not operand:
+                operand_of[value] = operand
+                changed.update(value.users)
+    return operand_of
+
+
 def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """The values of a call that something uses, each with its position among the results."""
     if info(node).type is not None:

@@ -159,7 +159,7 @@ def test_cached_kernels_equal_fresh_ones(graph: Graph, monkeypatch: pytest.Monke
         nonlocal builds
         builds += 1
         cached = build(self, *args)
-        fresh = self._with_template_name(build_kernel(self.graph, self.views, *args))  # pyright: ignore[reportPrivateUsage]
+        fresh = self._with_template_name(build_kernel(self.graph, self.lowerings.views, *args))  # pyright: ignore[reportPrivateUsage]
         assert (cached.kernel, cached.inputs, cached.outputs) == (fresh.kernel, fresh.inputs, fresh.outputs)
         return cached
 

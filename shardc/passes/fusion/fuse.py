@@ -26,12 +26,15 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from torch import fx
+
 from kernels_triton.match.op import OPS
 from shardc.cost.memory import memory
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import Graph
 from shardc.ir.hardware import DEFAULT, Hardware
+from shardc.ir.storages import Operand, extended
 from shardc.ir.storages import layouts as layouts_of
 from shardc.passes.base import Pass
 from shardc.passes.fusion.clustering.batch_norms import SUM, has_channel_moments, join_channel_moments
@@ -89,10 +92,9 @@ def fuse(
     """
     layouts, exclude = layouts_of(graph), excluded(graph, exclude)
     before = memory(graph, listed=False, storage_of=layouts.storages)
-    rewritten = _rewritten(graph, exclude)
-    layouts = layouts if rewritten is graph else layouts_of(rewritten)
+    rewritten, operands = _rewritten(graph, exclude, layouts.operands)
     for inline in (True, False):  # a value that a reader computes in parts holds its operands until then
-        fusion_graph = build_fusion_graph(rewritten, exclude, inline, layouts.operands)
+        fusion_graph = build_fusion_graph(rewritten, exclude, inline, operands)
         clustering = cluster_calls(fusion_graph, MemoryBudget.of(graph, before, fusion_graph), hardware)
         emitter = Emitter(fusion_graph, _allowed_templates(exclude, templates))
         fused = _within_bound(clustering, emitter, allowed_peak(before.peak), watch)
@@ -123,20 +125,25 @@ def _within_bound(clustering: Clustering, emitter: Emitter, bound: int, watch: W
     return None
 
 
-def _rewritten(graph: Graph, exclude: Collection[str]) -> Graph:
-    """The body in the form that kernels compute: masks as selects, norms and softmaxes with their statistics. It is a
-    copy, or the given graph where nothing has to be rewritten."""
+def _rewritten(
+    graph: Graph, exclude: Collection[str], operands: dict[fx.Node, Operand]
+) -> tuple[Graph, dict[fx.Node, Operand]]:
+    """The body in the form that kernels compute: masks as selects, norms and softmaxes with their statistics; and its
+    `operands`. It is a copy, or the given graph where nothing has to be rewritten."""
     targets = Counter([id(node.target) for node in graph.calls()])  # an op's own hash is written in Python
-    is_split = any(id(target) in targets for target in SPLIT)
-    if not (is_split or has_padding(targets) or (id(SUM) in targets and has_channel_moments(graph))):
-        return graph
-    graph = graph.copy()
+    is_split, is_padded = any(id(target) in targets for target in SPLIT), has_padding(targets)
+    if not (is_split or is_padded or (id(SUM) in targets and has_channel_moments(graph))):
+        return graph, operands
+    table: dict[fx.Node, fx.Node] = {}
+    graph = graph.copy(table)
     if "shardc.mask_pad" not in exclude:
         lower_padding(graph)
     split_softmaxes(graph, exclude)
     split_group_norms(graph, exclude)
     join_channel_moments(graph, exclude)
-    return graph
+    if is_padded:  # calls read other values than they did
+        return graph, layouts_of(graph).operands
+    return graph, extended(graph, {table[value]: operand for value, operand in operands.items()})
 
 
 def _allowed_templates(exclude: Collection[str], templates: Collection[str] | None) -> list[str]:

@@ -62,7 +62,7 @@ class ViewAnalysis:
         self.copying_views: set[fx.Node] = set()  # calls of view ops that copy
         self.irregular: set[fx.Node] = set()  # bases that no kernel reads: their memory has gaps or overlaps
         meta_views: dict[Any, Any] = {}
-        layouts = operand_layouts(graph) if layouts is None else layouts
+        self.layouts = layouts = operand_layouts(graph) if layouts is None else layouts
         for node in graph.placeholders:
             shape = type_of(node).local_shape(graph.mesh)
             self.of[node] = StridedView(node, shape, _contiguous_strides(shape))
@@ -81,11 +81,12 @@ class ViewAnalysis:
                 self.copying_views.add(node)
             is_contiguous = is_view or is_fusible
             for value in values:
-                shape = type_of(value).local_shape(graph.mesh)
-                contiguous = _contiguous_strides(shape)
-                strides = contiguous if is_contiguous else layouts[value].strides
-                self.of[value] = StridedView(value, shape, strides)
-                if strides != contiguous:
+                operand = layouts[value]
+                contiguous = _contiguous_strides(operand.shape)
+                if is_contiguous or operand.strides == contiguous:
+                    self.of[value] = StridedView(value, operand.shape, contiguous)
+                else:
+                    self.of[value] = StridedView(value, operand.shape, operand.strides)
                     self._record_layout(value)
 
     def readable(self, value: fx.Node) -> bool:

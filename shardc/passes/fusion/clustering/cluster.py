@@ -64,16 +64,24 @@ def cluster_of(graph: FusionGraph, i: int) -> Cluster:
 
 def bytes_saved(graph: FusionGraph, a: Cluster, b: Cluster) -> int:
     """How many fewer bytes one kernel of both moves than a kernel of each."""
-    total, bytes, readers = 0, graph.bytes, graph.readers
-    for writer, reader in ((a, b), (b, a)):
-        if not writer.writes.isdisjoint(reader.reads):
-            for value in writer.writes & reader.reads:
-                elsewhere = readers[value] - reader.calls
-                total += bytes[value] if elsewhere and not elsewhere <= writer.calls else 2 * bytes[value]
-    if not a.reads.isdisjoint(b.reads):
-        for value in a.reads & b.reads:
+    if len(a.reads) > len(b.reads):
+        a, b = b, a
+    total, bytes, reads, writes = 0, graph.bytes, b.reads, b.writes
+    for value in a.reads:
+        if value in reads:
             total += bytes[value]
+        elif value in writes:
+            total += bytes[value] if _is_read_outside(graph, value, a, b) else 2 * bytes[value]
+    for value in a.writes:
+        if value in reads:
+            total += bytes[value] if _is_read_outside(graph, value, a, b) else 2 * bytes[value]
     return total
+
+
+def _is_read_outside(graph: FusionGraph, value: fx.Node, a: Cluster, b: Cluster) -> bool:
+    """Does a call read a value, which one of two clusters reads of the other, that is in neither?"""
+    readers = graph.readers[value]
+    return len(readers) > 1 and not (readers - a.calls) <= b.calls
 
 
 def spaces_agree(a: Cluster, b: Cluster, constraint: SpaceConstraint) -> bool:

@@ -67,9 +67,9 @@ class ClusterDag:
         if self.position[a] > self.position[b]:
             a, b = b, a
         ancestors, descendants = self._between(a, b)
-        if not descendants.isdisjoint(ancestors):
-            return None
         if ancestors or descendants:
+            if not descendants.isdisjoint(ancestors):
+                return None
             self._reorder(a, b, ancestors, descendants)
         else:
             self.position[b] = self.position[a]

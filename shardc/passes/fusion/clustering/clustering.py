@@ -117,7 +117,9 @@ class _Merger:
         self.earliest, self.latest = self.dag.earliest, self.dag.latest
         self.has_critical = bool(clustering.critical.by_operand)
         count = self.graph.call_count
-        self.fellow_readers = {  # the calls that read a value, where they are few, but more than one: one of a cluster
+        # The clusters that read a value, where they are few, but more than one. Of a value that its writer's cluster
+        # reads, it may still have clusters that were merged with that one: all others have an edge to it.
+        self.fellow_readers = {
             value: {i for i in readers if i < count}
             for value, readers in self.graph.readers.items()
             if 1 < len(readers) <= MANY_READERS
@@ -177,12 +179,25 @@ class _Merger:
         cluster, extra, first, last = merged
         if extra > 0:
             self.budget.reserve(extra, first, last)
-        clusters = self.clusters
+        clusters, earliest, latest, score = self.clusters, self.earliest, self.latest, self._score
+        self._rename_reader(b if root == a else a, root)
         del clusters[a], clusters[b]
         clusters[root] = cluster
+        begin, end = earliest[root], latest[root]
         for neighbour in self._neighbours(cluster, root):
-            if neighbour in clusters:
-                self._score(root, neighbour)
+            # Most have another window, as `_score` would find.
+            if begin < latest[neighbour] and earliest[neighbour] < end and neighbour in clusters:
+                score(root, neighbour)
+
+    def _rename_reader(self, merged: int, root: int) -> None:
+        """Note that a cluster, about to go, is part of another."""
+        fellow_readers = self.fellow_readers
+        for value in self.clusters[merged].reads:
+            if readers := fellow_readers.get(value):
+                readers.discard(merged)
+                readers.add(root)
+                if len(readers) == 1:
+                    del fellow_readers[value]
 
     def merged(self, a: int, b: int) -> tuple[Cluster, int, int, int] | str:
         """The merged cluster, the bytes whose lifetime it extends, and the first and last epoch in which they are then
@@ -197,8 +212,10 @@ class _Merger:
         extra = self._bytes_held(x, y, cluster)
         if isinstance(extra, str):
             return extra
-        epochs = (x.barrier_epoch, y.barrier_epoch, epoch)
-        first, last = min(epochs), max(epochs)
+        first, last = epoch, epoch
+        if x.barrier_epoch != epoch or y.barrier_epoch != epoch:
+            epochs = (x.barrier_epoch, y.barrier_epoch, epoch)
+            first, last = min(epochs), max(epochs)
         if self.has_critical and (self._delays_critical(x, y, epoch) or self._delays_critical(y, x, epoch)):
             return "a collective that the next product waits for would begin later"
         if extra > NEGLIGIBLE_BYTES and not self._may_hold(extra, saved := bytes_saved(self.graph, x, y), first, last):
@@ -227,16 +244,11 @@ class _Merger:
 
     def _neighbours(self, cluster: Cluster, number: int) -> set[int]:
         """The clusters, and some calls, that a merge with this one could save something for."""
-        dag, parent = self.dag, self.dag.parent
-        linked = dag.predecessors[number] | dag.successors[number]
+        fellow_readers = self.fellow_readers
+        linked = self.dag.predecessors[number] | self.dag.successors[number]
         for value in cluster.reads:
-            if readers := self.fellow_readers.get(value):
-                roots = {i if parent[i] == i else dag.find(i) for i in readers}
-                if len(roots) == 1:
-                    del self.fellow_readers[value]  # all of them are this cluster
-                elif len(roots) < len(readers):
-                    self.fellow_readers[value] = roots
-                linked |= roots
+            if value in fellow_readers:
+                linked |= fellow_readers[value]
         linked.discard(number)
         return linked
 

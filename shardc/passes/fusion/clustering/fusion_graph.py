@@ -7,7 +7,6 @@ movable   views, constants, and small calls that no kernel can compute: they mov
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -75,6 +74,7 @@ class FusionGraph:
     inlined: set[int]  # calls that compute producers of their operands
     unneeded: set[int]  # calls whose readers all compute the results themselves
     spaces: SpaceCache
+    lowerings: LoweringCache
     narrow_floats: set[Value]  # values that are floats of less than 64 bits
     call_count: int = field(init=False)
 
@@ -127,10 +127,10 @@ def build_fusion_graph(
     views = ViewAnalysis(graph, LOWERINGS, layouts)
     sizes: dict[Value, int] = {}
     narrow_floats: set[Value] = set()
-    for value, view in views.of.items():
-        dtype = type_of(value).dtype
-        sizes[value] = math.prod(view.shape) * dtype.itemsize
-        if dtype.is_floating_point and dtype is not torch.float64:
+    for value in views.of:
+        operand = views.layouts[value]
+        sizes[value] = operand.bytes
+        if operand.dtype.is_floating_point and operand.dtype is not torch.float64:
             narrow_floats.add(value)
     number = {value: i for i, written in enumerate(values) for value in written}
     lowered: dict[int, LoweredOp] = {}
@@ -209,6 +209,7 @@ def build_fusion_graph(
         inlined,
         unneeded,
         spaces,
+        cache,
         narrow_floats,
     )
     return FusionGraph(graph, calls, values, phases, lowered, *about)

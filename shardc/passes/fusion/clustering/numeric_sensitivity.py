@@ -40,7 +40,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from shardc.ir.graph import op_name, operands, results, type_of
+from shardc.ir.graph import op_name, operands, producer, results, type_of
 from shardc.passes.fusion.analysis.iteration_space import (
     Prim,
     Read,
@@ -110,14 +110,16 @@ class NumericSensitivity:
                     return False
         return True
 
+    @cached_property
+    def bitwise_calls(self) -> set[fx.Node]:
+        """The calls with results, or temporaries, that must be bitwise equal; and such inputs."""
+        bitwise = [value for value, required in self.required.items() if required == Reproducibility.BITWISE]
+        return {v.node if isinstance(v, Temporary) else producer(cast("fx.Node", v))[0] for v in bitwise}
+
     def with_eager_rounding(self, op: LoweredOp) -> LoweredOp | None:
         """The call, with 16-bit values of the graph rounded on their way to a discontinuous operation. None where the
         result has no iteration space."""
-        required = self.required
-        for prim in op.prims:
-            if prim.out in required and required[prim.out] == Reproducibility.BITWISE:
-                break
-        else:
+        if op.node not in self.bitwise_calls:
             return op
         prims: list[Prim] = []
         number = 1 + max((p.out.number for p in op.prims if isinstance(p.out, Temporary)), default=-1)
@@ -165,7 +167,8 @@ class NumericSensitivity:
             return duplicates
 
         for i, node in enumerate(self.calls):
-            candidate = (id(node.target), *[first.get(value, value) for value in node.all_input_nodes])
+            read = node.all_input_nodes
+            candidate = (id(node.target), *([first.get(value, value) for value in read] if first else read))
             others = candidates.setdefault(candidate, [])
             others.append(i)
             if len(others) == 1:

@@ -53,24 +53,39 @@ def fusion_groups(
 ) -> list[FusionGroup]:
     """The groups of some clusters, in order, without dead operations. Those with a call of `read_only` recompute
     nothing."""
-    groups = _without_dead_values(graph, clusters)
+    groups = _without_dead_values(graph, clusters, _read_outside(graph, clusters))
     rematerializer = _Rematerializer(graph, groups)
     improved = [group if group.calls[0] in read_only else rematerializer.improved(group) for group in reversed(groups)][
         ::-1
     ]
     if any(a is not b for a, b in zip(groups, improved, strict=True)):
-        groups = _without_dead_values(graph, improved)
+        groups = _without_dead_values(graph, improved, rematerializer.read_outside, groups)
     return groups
 
 
-def _without_dead_values(graph: FusionGraph, groups: Sequence[FusionGroup]) -> list[FusionGroup]:
-    """The groups with the outputs that others read, and with the operations that those outputs need."""
+def _read_outside(graph: FusionGraph, groups: Sequence[FusionGroup]) -> set[fx.Node]:
+    """The values that are read by calls of no group, or are outputs."""
     fused = {i for group in groups for i in group.calls}
-    read = {value for value, calls in graph.readers.items() if not calls <= fused}
+    return {value for value, calls in graph.readers.items() if not calls <= fused}
+
+
+def _without_dead_values(
+    graph: FusionGraph,
+    groups: Sequence[FusionGroup],
+    read_outside: Collection[fx.Node],
+    without: Sequence[FusionGroup] = (),
+) -> list[FusionGroup]:
+    """The groups with the outputs that others read, and with the operations that those outputs need. Those that are
+    `without` dead operations already are looked at only where their outputs change."""
+    read, known = set(read_outside), set(map(id, without))
     live: list[FusionGroup] = []
     for group in reversed(groups):
         outputs = tuple([v for i in group.calls for v in graph.values[i] if v in read])
         if not outputs:
+            continue
+        if outputs == group.outputs and id(group) in known:
+            read |= group.reads
+            live.append(group)
             continue
         needed: set[Value] = set(outputs)
         prims: list[Prim] = []
@@ -114,8 +129,7 @@ class _Rematerializer:
         self.graph = graph
         self.recipes: dict[fx.Node, _Recipe | None] = {}  # of values that were asked for
         self.expansions = 0  # recipes that were visited
-        fused = {i for group in groups for i in group.calls}
-        self.read_outside = {value for value, calls in graph.readers.items() if not calls <= fused}
+        self.read_outside = _read_outside(graph, groups)
         self.readers: dict[fx.Node, int] = {}
         for group in groups:
             self._count_readers(group, 1)
@@ -169,10 +183,11 @@ class _Rematerializer:
         return better if self.graph.spaces.has_space(every, constraint) else group
 
     def _expand(self, value: fx.Node, present: frozenset[fx.Node], expansion: _Expansion, free: int) -> bool:
-        """Collect the operations that compute a value from what is `present`, from operands of up to `free` bytes, and
-        from values without a recipe. False as soon as there are too many: chains are long, and join many times."""
+        """Collect the operations that compute a value, whose recipe is known, from what is `present`, from operands of
+        up to `free` bytes, and from values without a recipe. False as soon as there are too many: chains are long, and
+        join many times."""
         self.expansions += 1
-        recipe, recipes = self._recipe_of(value), self.recipes
+        recipe, recipes = self.recipes[value], self.recipes
         assert recipe is not None
         expansion.visited.add(value)
         expansion.outs.update(recipe.prims)

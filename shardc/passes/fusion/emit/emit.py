@@ -69,7 +69,7 @@ class Emitter:
 
     def __init__(self, fusion_graph: FusionGraph, templates: Collection[str] = tuple(OPS)) -> None:
         self.fusion_graph = fusion_graph
-        self.cache = KernelCache(fusion_graph.body, fusion_graph.views, templates)
+        self.cache = KernelCache(fusion_graph.body, fusion_graph.lowerings, templates)
         barriers = set(fusion_graph.barriers)
         self.places: dict[_Call, _Place] = {
             call: (fusion_graph.barrier_epoch[i], i in barriers, i) for i, call in enumerate(fusion_graph.calls)

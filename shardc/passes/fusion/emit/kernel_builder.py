@@ -36,6 +36,7 @@ from shardc.passes.fusion.analysis.iteration_space import (
     structure,
 )
 from shardc.passes.fusion.analysis.view_analysis import ViewAnalysis
+from shardc.passes.fusion.lowering.lowering_cache import LoweringCache
 
 WRAPS = {"add", "sub", "mul", "neg", "abs", "square", "floordiv", "bitnot", "shl"}
 DISCONTINUOUS = {"eq", "ne", "lt", "le", "gt", "ge", "sign", "floor", "ceil"}
@@ -204,11 +205,9 @@ class KernelCache:
     """The kernels of groups; one that a template matches has the template's name. Layers repeat: groups that differ
     only in the names of their values have one kernel."""
 
-    def __init__(self, graph: Graph, views: ViewAnalysis, templates: Collection[str]) -> None:
-        self.graph, self.views, self.templates = graph, views, templates
+    def __init__(self, graph: Graph, lowerings: LoweringCache, templates: Collection[str]) -> None:
+        self.graph, self.lowerings, self.templates = graph, lowerings, templates
         self.kernels: dict[Hashable, tuple[BuiltKernel, list[int]]] = {}
-        self.value_kinds: dict[fx.Node, int] = {}
-        self.kind_numbers: dict[Hashable, int] = {}
 
     def build(self, prims: Sequence[Prim], constraint: SpaceConstraint, outputs: Sequence[fx.Node]) -> BuiltKernel:
         """The result of `build_kernel`, built once for groups that differ only in names."""
@@ -216,23 +215,17 @@ class KernelCache:
         operations = structure(prims, numbers)
         # Targets are for the name, and hashed by Python: their ids serve as well.
         targets = tuple([id(producer(prim.out)[0].target) for prim in prims if type(prim.out) is fx.Node])
-        value_kinds = tuple([self._kind_of(value) if type(value) is fx.Node else -1 for value in numbers])
+        kinds, kind = self.lowerings.kinds, self.lowerings.kind
+        value_kinds = tuple([kinds.get(v) or kind(v) if type(v) is fx.Node else 0 for v in numbers])
         key = (operations, targets, constraint, tuple([numbers[value] for value in outputs]), value_kinds)
         entry = self.kernels.get(key)
         if entry is None:
-            built = self._with_template_name(build_kernel(self.graph, self.views, prims, constraint, outputs))
+            built = self._with_template_name(build_kernel(self.graph, self.lowerings.views, prims, constraint, outputs))
             entry = self.kernels[key] = built, [numbers[value] for value in built.inputs]
         built, input_numbers = entry
         values = list(numbers)
         inputs = tuple([cast("fx.Node", values[number]) for number in input_numbers])
         return replace(built, inputs=inputs, outputs=tuple(outputs))
-
-    def _kind_of(self, value: fx.Node) -> int:
-        number = self.value_kinds.get(value)
-        if number is None:
-            kind = (type_of(value).dtype, self.views.of[value].shape, self.views.permuted.get(value))
-            self.value_kinds[value] = number = self.kind_numbers.setdefault(kind, len(self.kind_numbers))
-        return number
 
     def _with_template_name(self, built: BuiltKernel) -> BuiltKernel:
         match = matched(built.kernel)

@@ -48,7 +48,7 @@ class LoweringCache:
         key = (
             op,
             is_copy,
-            tuple([None if value is None else kinds.get(value) or self._kind(value) for value in results_of_call]),
+            tuple([None if value is None else kinds.get(value) or self.kind(value) for value in results_of_call]),
             tuple([self._argument_key(arg, bases) for arg in node.args]),
             tuple([(name, self._argument_key(arg, bases)) for name, arg in kwargs.items()]) if kwargs else (),
         )
@@ -67,13 +67,18 @@ class LoweringCache:
                 names[prim.out] = Temporary(node, prim.out.number)
         return first.renamed(node, names)
 
-    def _kind(self, value: fx.Node) -> int:
+    def kind(self, value: fx.Node) -> int:
+        """A number that is positive, and the same for values of one dtype and layout."""
         if (kind_number := self.kinds.get(value)) is not None:
             return kind_number
-        view = self.views.of[value]
-        base, dtype, number = view.base, type_of(value).dtype, constant_value(value)
-        base_dtype = dtype if base is value else type_of(base).dtype
-        kind = (view[1:], base in self.views.irregular, dtype, base_dtype, None if number is None else repr(number))
+        view, number = self.views.of[value], constant_value(value)
+        base = view.base
+        is_irregular = base in self.views.irregular
+        if base is value and number is None:  # nearly all
+            kind: Hashable = (self.views.layouts[value], view.strides, is_irregular)
+        else:
+            dtype, base_dtype = type_of(value).dtype, type_of(base).dtype
+            kind = (view[1:], is_irregular, dtype, base_dtype, None if number is None else repr(number))
         self.kinds[value] = kind_number = self.numbers.setdefault(kind, 1 + len(self.numbers))
         return kind_number
 
@@ -82,7 +87,7 @@ class LoweringCache:
             base, kinds = self.views.of[arg][0], self.kinds
             if base not in bases:
                 bases[base] = len(bases)
-            return bases[base], kinds.get(arg) or self._kind(arg)
+            return bases[base], kinds.get(arg) or self.kind(arg)
         if isinstance(arg, (list, tuple)):
             return tuple([self._argument_key(item, bases) for item in cast("Sequence[Any]", arg)])
         return repr(arg) if isinstance(arg, KEYED_TYPES) else object()  # equal to nothing

@@ -30,7 +30,7 @@ NARROW = (torch.bfloat16, torch.float16, torch.float32)  # kernels reduce in flo
 
 def split_softmaxes(graph: Graph, exclude: Collection[str] = ()) -> None:
     """Let each softmax of rows return its maxima and sums too, in place. Unused ones are removed later."""
-    for node in [node for node in graph.calls() if node.target is SOFTMAX]:
+    for node in graph.calls_of(SOFTMAX):
         x, dim, _ = node.args
         about, type = info(node), type_of(node)
         shape = type.local_shape(graph.mesh)
@@ -58,7 +58,7 @@ def split_softmaxes(graph: Graph, exclude: Collection[str] = ()) -> None:
 
 def restore_softmaxes(graph: Graph) -> None:
     """Restore the softmaxes that were not fused and whose statistics nobody reads."""
-    for node in [node for node in graph.calls() if node.target is SOFTMAX_PARTS]:
+    for node in graph.calls_of(SOFTMAX_PARTS):
         items = {int(user.args[1]): user for user in node.users}  # type: ignore[arg-type]
         if items.keys() == {0}:
             x, dim, dtype = node.args
