@@ -302,7 +302,9 @@ class ExpertLoops:
         chosen = self.masks.read(torch_compat.node_of(mask))
         if chosen is not None and chosen.kind == "some" and chosen.dims == ((EXPERTS,),) and not chosen.labels:
             self.asked.append(cast("fx.Node", torch_compat.node_of(mask)))
-            experts = range(chosen.first, chosen.first + mask.shape[0])
+            bound = choice_of(chosen.ids)[0]  # a mask may have room for more experts than ids are chosen of
+            last = chosen.first + mask.shape[0]
+            experts = range(chosen.first, last if bound is None else min(last, bound))
             hits = ExpertHits([] if self.forced else list(experts), 1 if as_tuple else 2)
             return (hits,) if as_tuple else hits
         selection = self.select(mask)
@@ -345,6 +347,12 @@ class ExpertLoops:
         """Whether this is how many rows an expert has."""
         of = self.masks.read(node)
         return of is not None and of.kind == "count" and of.expert is not None and not of.labels
+
+    def refuse_counts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse (SC101) a split of rows by how many each expert has."""
+        leaves = flatten((args, dict(kwargs)))[0]
+        if any(isinstance(leaf, Tensor) and self.is_count(torch_compat.node_of(leaf)) for leaf in leaves):
+            _refuse("a split of rows that are sorted by expert")
 
     def bincount(self, ids: Tensor, minlength: int) -> Tensor | None:
         """As comparisons, where ids are of no more experts."""

@@ -114,6 +114,8 @@ class SampleValues:
     def instead(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a call becomes that no trace has as it is: `refused` for all others."""
         self.loops.before(function, args, kwargs)
+        if getattr(function, "__name__", "") in ("split", "split_with_sizes"):
+            self.loops.refuse_counts(args[1:], kwargs)
         if function is Tensor.__setitem__ and isinstance(args[2], ExpertRows):
             given = self.loops.answer(function, tuple(args), {})
             if given is not self.loops.otherwise:

@@ -32,10 +32,9 @@ _ALONG: dict[Any, tuple[str, str]] = {
     aten.scatter_reduce.two: ("index", "self"),
     aten.index_add.default: ("index", "self"),
     aten.index_copy.default: ("index", "self"),
-    aten.index_fill.int_Scalar: ("index", "self"),
-    aten.index_fill.int_Tensor: ("index", "self"),
     aten.index_reduce.default: ("index", "self"),
 }
+_FILLS = (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)  # these count from either end, too
 _FROM_EITHER_END = (aten.index.Tensor, aten.index_put.default)
 
 
@@ -78,6 +77,11 @@ def positions(node: fx.Node, shape_of: Callable[[fx.Node], Sequence[int]] = decl
         shape = shape_of(table)
         if shape:
             yield Positions(index, 0, shape[args.get("dim", 0)])
+    elif target in _FILLS:
+        args = given(node)
+        shape = shape_of(args["self"])
+        if shape:
+            yield Positions(args["index"], -shape[args["dim"]], shape[args["dim"]])
     elif target in _FROM_EITHER_END:
         args = given(node)
         shape = shape_of(args["self"])

@@ -8,10 +8,12 @@ size depends on data (nonzero, a boolean mask as an index) has no rule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from shardc.ir.graph import type_of
 from shardc.ir.types import TensorType
@@ -299,7 +301,7 @@ def _fill_owned(call: LocalCall) -> Any:
     dim, atoms = _position(call)
     if not sharded(atoms):
         return call.with_args()
-    index, owned_mask = owned(call, call.args["index"], atoms)
+    index, owned_mask = owned(call, _from_front(call, call.args["index"], math.prod(a.size for a in atoms)), atoms)
     hits = call.emit(aten._to_copy.default, owned_mask, dtype=torch.int64, type=type_of(index))
     counted = TensorType(torch.int64, (atoms,))
     none = call.emit(aten.full.default, list(counted.local_shape(call.graph.mesh)), 0, dtype=torch.int64, type=counted)
@@ -314,13 +316,21 @@ def _fill_owned(call: LocalCall) -> Any:
     return target, (call.args["self"], mask, value), {}
 
 
+def _from_front(call: LocalCall, index: fx.Node, size: int) -> fx.Node:
+    """Positions that may be counted from the end, from the front."""
+    type = type_of(index)
+    below = call.emit(aten.lt.Scalar, index, 0, type=type.with_dtype(torch.bool))
+    moved = call.emit(aten.add.Tensor, index, size, type=type)
+    return call.emit(aten.where.self, below, moved, index, type=type)
+
+
 FILLED = [((4, 8, 3), 1, (5,)), ((8, 4), -2, (1,)), ((6,), 0, (4,))]
 
 
 @rule(
     aten.index_fill.int_Tensor,
     localize=_fill_owned,
-    examples=[example(*case, (), ints={"index": case[0][case[1]]}) for case in FILLED],
+    examples=[example(*case, (), ints={"index": range(-case[0][case[1]], case[0][case[1]])}) for case in FILLED],
 )
 def index_fill_tensor(self: Dims, dim: int, index: Dims, value: Dims) -> Notation:
     return Notation(f"{self}, {_one('j', index)}, () -> {self}", whole="j")
@@ -329,7 +339,7 @@ def index_fill_tensor(self: Dims, dim: int, index: Dims, value: Dims) -> Notatio
 @rule(
     aten.index_fill.int_Scalar,
     localize=_fill_owned,
-    examples=[example(*case, 2.5, ints={"index": case[0][case[1]]}) for case in FILLED],
+    examples=[example(*case, 2.5, ints={"index": range(-case[0][case[1]], case[0][case[1]])}) for case in FILLED],
 )
 def index_fill(self: Dims, dim: int, index: Dims, value: float) -> Notation:
     return Notation(f"{self}, {_one('j', index)} -> {self}", whole="j")

@@ -117,6 +117,20 @@ def test_no_expert_weight_is_gathered(layout: str) -> None:
     assert "all_gather" not in {c.kind for c in collectives(program.body)}
 
 
+def test_an_axis_for_the_number_of_experts_that_are_modules_says_what_it_does() -> None:
+    plan: dict[str, Any] = {"mesh": "ep=2", "inputs": {"x": "ep"}}
+    program = compiled(model_of(Mixtral), plan | {"params": {"experts.*.*.weight": "ep"}, "experts": "all_to_all"})
+    said = {d.code: d for d in program.diagnostics}
+    assert "width of each expert" in said["SC231"].message
+    assert said["SC231"].tensor == "experts.0.w1.weight"
+    assert "modules" in said["SC229"].message
+    assert "stack the weights" in (said["SC229"].hint or "")
+    assert program.verify().ok
+    for params in ({}, {name: text.replace("tp", "ep") for name, text in WIDE["params"].items()}):
+        assert "SC231" not in codes(compiled(model_of(Mixtral), plan | {"params": params}))
+    assert "SC231" not in codes(compiled(model_of(Stacked), LAYOUTS["all to all"][1]))
+
+
 def test_dropout_draws_the_same_on_all_layouts() -> None:
     model = model_of(Regularised)
     program = compiled(model)
@@ -435,6 +449,24 @@ def test_what_depends_on_how_many_tokens_an_expert_has_is_refused(kind: type[Mix
     assert refused.value.code == "SC101"
     assert refused.value.diagnostics[0].hint
     assert refused.value.diagnostics[0].location
+
+
+def test_a_split_by_numbers_of_rows_says_what_to_write() -> None:
+    class Split(Mixture):
+        def moe(self, x: Tensor) -> Tensor:
+            flat = x.reshape(-1, HIDDEN)
+            _, ids = self.route(flat)
+            order = ids.flatten().argsort()
+            counts = torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()
+            parts = flat[order // CHOSEN].split(counts)
+            given = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+            return torch.zeros_like(flat).index_add(0, order // CHOSEN, given).view_as(x)
+
+    with pytest.raises(shardc.ShardcError) as refused:
+        compiled(model_of(Split))
+    assert refused.value.code == "SC101"
+    assert "split of rows" in str(refused.value)
+    assert "index_add_" in (refused.value.diagnostics[0].hint or "")
 
 
 def test_a_token_that_may_choose_an_expert_twice_is_not_written_once() -> None:

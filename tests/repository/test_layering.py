@@ -106,11 +106,11 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.reductions normalize.decompositions.table normalize.decompositions.weight_norm
             normalize.dropped_rows normalize.group_experts normalize.imply_masks normalize.limit_experts
             normalize.mask_positions normalize.normalize sharding sharding.assign sharding.atom_classes
-            sharding.atomize sharding.casts sharding.dispatch sharding.find_blocks sharding.find_sequences
-            sharding.group_sums sharding.insert_reshards
-            sharding.localize sharding.lower_reshards sharding.propagate sharding.reshard_steps sharding.seed
-            sharding.settle_partials sharding.spread_taps sharding.store shifted_rows softmax softmax.online_softmax
-            softmax.split_softmax softmax.statistics type_check verify
+            sharding.atomize sharding.casts sharding.dispatch sharding.expert_modules sharding.find_blocks
+            sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.localize
+            sharding.lower_reshards sharding.propagate sharding.reshard_steps sharding.seed sharding.settle_partials
+            sharding.spread_taps sharding.store shifted_rows softmax softmax.online_softmax softmax.split_softmax
+            softmax.statistics type_check verify
         """,
     },
     {

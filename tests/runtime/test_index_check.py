@@ -230,6 +230,20 @@ def test_other_ways_to_index(way: str) -> None:
 
 
 @pytest.mark.parametrize("placement", ["-, -", "tp, -"])
+@pytest.mark.parametrize("value", [2.5, torch.tensor(2.5)])
+def test_positions_to_fill_count_from_either_end(placement: str, value: Any) -> None:
+    given = torch.tensor([0, -1, -8, 7])
+    model = Picks(lambda x, at: x.index_fill(0, at, value), 8, 5).double()
+    program = shardc.compile(model, given.abs(), mesh="tp=2", plan={"params": {"table": placement}})
+    report = program.verify(given)
+    assert report.ok
+    assert report.eager_error == 0
+    for run in RUNS.values():
+        with pytest.raises(ShardcError, match=r"SC507.* -8 to 7"):
+            run(program, torch.tensor([0, -1, -9, 7]))
+
+
+@pytest.mark.parametrize("placement", ["-, -", "tp, -"])
 def test_padding_is_no_index(placement: str) -> None:
     """0 stands in the padding of a batch of 3 over 2, and what is computed of it is no row."""
     model = Picks(lambda x, at: F.embedding(at - 1, x), 8, 6)

@@ -75,6 +75,49 @@ def test_right_programs_are_right(model: type[nn.Module], near: float | None) ->
         assert report.eager_error < near
 
 
+class Cancels(Cast):
+    """A variance of what is nearly equal: what is left of it is rounding, more or less."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.fc(x) * 1e-6 + 3e6).var(-1).mul(1e12).square().mean() * self.scale
+
+
+def test_what_rounding_explains_is_no_alarm_of_eagers() -> None:
+    torch.manual_seed(0)
+    model = Cancels().double()
+    rows = torch.randn(8, 8, dtype=torch.float64)
+    program = shardc.compile(model, rows, mesh="dp=2", plan={"inputs": {"x": "dp"}})
+    report = program.verify()
+    assert report.eager_error is not None
+    assert report.eager_error > 1e-5
+    assert report.ok, str(report)
+    assert "where rounding explains it" in str(report)
+    model.scale = 1.002
+    wrong = replace(program, compiled=None).verify()
+    assert not wrong.ok  # by more than rounding moves it
+    assert "NOT what eager PyTorch computes" in str(wrong)
+
+
+class Squeezed(Cast):
+    """A norm whose derivative needs the cube of a number that float16 has room for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x).float()
+        return ((y * 1e-2) * torch.rsqrt((y * 1e-2).pow(2).mean(-1, keepdim=True) + 1e-6) * x[:, :4]).sum()
+
+
+def test_what_has_no_room_in_half_precision_is_told() -> None:
+    torch.manual_seed(0)
+    model = Squeezed().half()
+    program = shardc.compile(model, torch.randn(8, 8).half() / 8, mesh="dp=2", plan={"inputs": {"x": "dp"}})
+    assert program.verify().ok
+    assert program.verify(dtype=torch.bfloat16).ok
+    report = program.verify(dtype=torch.float16)
+    assert not report.ok
+    assert report.overflow
+    assert "has no room in float16" in str(report)
+
+
 def test_casts_of_a_model_in_double_precision_are_lifted_too() -> None:
     x = torch.randn(8, 8, dtype=torch.float64)
     program = shardc.compile(Float32().double(), x, mesh="dp=2", plan={"inputs": {"x": "dp, -"}})

@@ -31,6 +31,7 @@ from shardc.passes.base import Pass
 from shardc.passes.exchanged_rows import misfit
 from shardc.passes.sharding.casts import carriers, gradients, narrows
 from shardc.passes.sharding.dispatch import Choice, Sent, bytes_of_forms, calls_at_experts
+from shardc.passes.sharding.expert_modules import STACK, refused_axes, weights_apart
 from shardc.passes.sharding.seed import copied_axes
 from shardc.passes.sharding.settle_partials import linear_in
 from shardc.rules.projection import Projection, project
@@ -50,6 +51,7 @@ class Assign(Pass):
     chosen: list[Choice] = field(default_factory=list[Choice], compare=False)
 
     def run(self, graph: Graph) -> Graph:
+        graph.diagnostics += refused_axes(graph)
         walk = _Walk(graph, self.dispatch, self.hardware)
         for node in list(graph.calls()):
             walk.visit(node)
@@ -70,6 +72,9 @@ def _nothing_sent(graph: Graph) -> Diagnostic:
     else:
         why = "no experts lie over an axis of their tokens"
         hint = "put dim 0 of all weights of experts, and the inputs, over one axis; or leave the key out"
+        if any(weights_apart(product) for product in _products(groupings[0])):
+            why = "experts are modules with weights of their own, which no axis divides by expert"
+            hint = f"{STACK}; or leave the key out"
     about = info(groupings[0]) if groupings else None
     return Diagnostic(
         "SC229",

@@ -184,14 +184,36 @@ def verify(
     slack = OPTIMIZER_SLACK if any(row.role == "param" for row in rows) else 1.0
     tolerance = TOLERANCE[dtype] * slack
     report = Report(tuple(rows), tolerance, dtype, ranks.program.mesh.world_size, None, absent, eager_tolerance)
-    if not report.equal and dtype == torch.float64:
-        bounds = {(port.role, port.name): most for port, most in rounding(reference, inputs).items()}
-        explained = tuple(replace(row, explained=bounds.get((row.role, row.name), 0.0)) for row in rows)
-        report = replace(report, rows=explained)
+    report = _explained(report, reference, inputs)
     if report.equal:
-        return report
+        overflows = dtype == torch.float16 and not report.ok
+        return replace(report, overflow=_first_overflow(reference, inputs, dtype)) if overflows else report
     floor = SMALL_GRADIENT * scales.largest
     return replace(report, first_mismatch=ranks.first_mismatch(reference, inputs, dtype, floor))
+
+
+def _explained(report: Report, reference: Graph, inputs: Mapping[str, torch.Tensor]) -> Report:
+    """The report, with what rounding explains where something differs."""
+    if report.ok or report.dtype != torch.float64:
+        return report
+    bounds = {(port.role, port.name): most for port, most in rounding(reference, inputs).items()}
+    rows = tuple(replace(row, explained=bounds.get((row.role, row.name), 0.0)) for row in report.rows)
+    return replace(report, rows=rows)
+
+
+def _first_overflow(reference: Graph, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> str:
+    """The first value that overflows on the single device, or "". A mask's -inf, in forward, is none."""
+    overflown: list[str] = []
+
+    def watch(node: fx.Node, values: Sequence[torch.Tensor]) -> None:
+        value = values[0]
+        if not overflown and value.is_floating_point():
+            bad = ~value.isfinite() if info(node).phase == "bwd" else value.isnan() | (value == math.inf)
+            if bad.any():
+                overflown.append(info(node).name)
+
+    run_reference(reference, inputs, dtype=dtype, observe=watch)
+    return "".join(overflown)
 
 
 def beside_another(
@@ -212,7 +234,8 @@ def beside_another(
             eager_error = scales.eager_error(ports[row.role, row.name], checked)
             row = replace(row, eager_error=max(row.eager_error or 0.0, eager_error, key=number))
         rows.append(row)
-    return replace(report, rows=(*rows, *_lost(reference, rows, eager)))
+    report = replace(report, rows=(*rows, *_lost(reference, rows, eager)))
+    return _explained(report, reference, inputs)
 
 
 class _Scales:
