@@ -26,9 +26,9 @@ FLOORS: list[dict[str, str]] = [
             index_operands layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention
             ops.attention_rows ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc
             ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped
-            ops.halo ops.kernels ops.linear ops.local ops.running_sum ops.scan ops.scan_body ops.scan_steps ops.shift
-            ops.softmax ops.squares ops.streams ops.windows overlap overlap_schedule parse placement plain program
-            provenance python schema storages text trees types verify version
+            ops.halo ops.kernels ops.linear ops.local ops.running_sum ops.scan ops.scan_body ops.scan_parts
+            ops.scan_steps ops.shift ops.softmax ops.squares ops.streams ops.windows overlap overlap_schedule parse
+            placement plain program provenance python schema storages text trees types verify version
         """,
     },
     {
@@ -102,8 +102,9 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.indexing normalize.decompositions.losses normalize.decompositions.masked_scatter
             normalize.decompositions.matmul normalize.decompositions.reductions normalize.decompositions.table
             normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts
-            normalize.limit_experts normalize.normalize sharding sharding.assign sharding.atom_classes
-            sharding.atomize sharding.casts sharding.dispatch sharding.find_blocks sharding.find_sequences
+            normalize.limit_experts normalize.normalize scan_parts sharding sharding.assign sharding.atom_classes
+            sharding.atomize sharding.casts sharding.dispatch sharding.divide_scans sharding.find_blocks
+            sharding.find_sequences
             sharding.group_sums sharding.insert_reshards sharding.localize sharding.lower_reshards sharding.propagate
             sharding.reshard_steps sharding.seed sharding.settle_partials sharding.spread_taps sharding.store
             shifted_rows softmax softmax.online_softmax softmax.split_softmax softmax.statistics type_check verify

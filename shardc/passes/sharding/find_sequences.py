@@ -10,6 +10,7 @@ it, or causal attention reads it, it is a zigzag (`ir.blocks`).
     their gradients                slice_backward    ->  shift by -1, by 0, with zeros
     roll(x, 1, 1)                  roll              ->  shift by -1, in a circle
     cumsum(x, 1)                   cumsum            ->  running_sum, and the other way in backward
+    scan(h, [x, ...], "h:...")     scan              ->  one in segments, of as many steps as a rank has
 
 Atoms that ops pass on are one class; a move ties two classes. Of those that are shorter by less than half, each
 element lies where the sequence has it; others stay as they are, and are gathered where they are read. Longer than 400
@@ -30,11 +31,13 @@ from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.running_sum import RUNNING_SUM
+from shardc.ir.ops.scan import SCAN
 from shardc.ir.ops.shift import SHIFT
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.atomize import linked_gradients
+from shardc.passes.sharding.divide_scans import divide_scans
 from shardc.plan.context import Balance
 from shardc.rules.projection import overlay, project, result_types
 from shardc.rules.registry import find_rule, rule_of
@@ -56,6 +59,7 @@ class ShardedSequence:
     balanced: bool = True  # may it be a zigzag?
     text: str = ""  # the annotation, for findings
     location: str | None = None
+    chunk: int = 0  # how many of its rows a rank has
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class FindSequences(Pass):
             return graph
         _reversed_sums(graph)
         wanted = self.balance == "zigzag" or (self.balance == "auto" and any(map(_is_causal, graph.calls())))
-        if not (wanted or any(node.target in {*_MOVES, *_SUMS} for node in graph.calls())):
+        if not (wanted or any(node.target in {*_MOVES, *_SUMS, SCAN} for node in graph.calls())):
             return graph
         classes = _Classes(graph)
         for axis in dict.fromkeys(s.axis for s, _ in known):
@@ -303,8 +307,15 @@ class _Family:
             if end is not None and self.classes.of(end) in self.lengths and type_of(x).dtype == type_of(node).dtype:
                 node.target, node.args, node.kwargs = RUNNING_SUM, (x, dim, False), {}
 
+    def _is_along(self, value: fx.Node, dim: int) -> bool:
+        """Is a dim the sequence, from its first row to its last?"""
+        end = _only(value, dim)
+        return end is not None and self.classes.of(end) in self.lengths and self._length(end) == self.base
+
     def write(self) -> None:
         self._sum_up()
+        first = next(iter(self.roots.values()))
+        divide_scans(self.graph, self._is_along, first.chunk or -(-first.length // first.ranks))
         for node, move in self.moves.items():
             node.target, node.args, node.kwargs = SHIFT, move.args, {}
         for node in self.moves:
