@@ -82,7 +82,7 @@ def body_passes(
 ) -> list[Pass]:
     """Every pass that makes the single-device graph of a step one rank's body, in order."""
     return [
-        SpreadTaps(frozenset(s.length for s in sequences)),
+        SpreadTaps(frozenset(s.length for s in sequences), options.context.balance),
         Atomize(tuple(cuts)),
         FindBlocks(tuple(sharded)),
         FindSequences(tuple(sequences), options.context.balance),
