@@ -60,6 +60,10 @@ MOVED: dict[str, Function] = {  # rows of neighbours come, and nothing is gather
     "shorter": lambda x, w: F.pad(F.conv1d(x.mT, w), (1, 1)).mT,
     "rolled": lambda x, w: x.roll(2, 1) + x.roll(-5, 1),
     "differences": lambda x, w: F.pad(x.diff(dim=1), (0, 0, 1, 0)),
+    "zeros before": lambda x, w: torch.cat([torch.zeros_like(x[:, :2]), x[:, :-2]], 1),
+    "ones behind": lambda x, w: torch.cat([x[:, 1:], torch.ones_like(x[:, :1])], 1),
+    "cut and joined": lambda x, w: torch.cat([x[:, 5:], x[:, :5]], 1),
+    "the last rows first": lambda x, w: torch.cat([x[:, -3:], x[:, :-3]], 1),
     "moved by 3": lambda x, w: F.pad(x, (0, 0, 3, 0))[:, :-3],
 }
 GATHERED: dict[str, Function] = {
@@ -125,7 +129,7 @@ def test_a_convolution_fetches_its_reach() -> None:
     for length in (32, 128):
         program = compiled(Along("dense"), length, "cp=4", context={"balance": "none"})
         row = 4 * WIDTH * 4
-        sent = {phase: 0 for phase in ("fwd", "bwd")}
+        sent = dict.fromkeys(("fwd", "bwd"), 0)
         for c in program.collectives():
             if c.kind == "permute":
                 sent[c.phase] += c.bytes_per_rank

@@ -104,9 +104,9 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts
             normalize.limit_experts normalize.normalize scan_parts sharding sharding.assign sharding.atom_classes
             sharding.atomize sharding.casts sharding.dispatch sharding.divide_scans sharding.find_blocks
-            sharding.find_sequences
-            sharding.group_sums sharding.insert_reshards sharding.localize sharding.lower_reshards sharding.propagate
-            sharding.reshard_steps sharding.seed sharding.settle_partials sharding.spread_taps sharding.store
+            sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize
+            sharding.lower_reshards sharding.propagate sharding.reshard_steps sharding.row_moves sharding.seed
+            sharding.settle_partials sharding.spread_taps sharding.store
             shifted_rows softmax softmax.online_softmax softmax.split_softmax softmax.statistics type_check verify
         """,
     },

@@ -19,9 +19,8 @@ lines: moves, classes and the choice of a layout are steps of one walk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -38,6 +37,7 @@ from shardc.ir.types import Atom, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.atomize import linked_gradients
 from shardc.passes.sharding.divide_scans import divide_scans
+from shardc.passes.sharding.row_moves import MOVES, Move, of_whole, shifted
 from shardc.plan.context import Balance
 from shardc.rules.projection import overlay, project, result_types
 from shardc.rules.registry import find_rule, rule_of
@@ -76,7 +76,7 @@ class FindSequences(Pass):
             return graph
         _reversed_sums(graph)
         wanted = self.balance == "zigzag" or (self.balance == "auto" and any(map(_is_causal, graph.calls())))
-        if not (wanted or any(node.target in {*_MOVES, *_SUMS, SCAN} for node in graph.calls())):
+        if not (wanted or any(node.target in {*MOVES, *_SUMS, SCAN} for node in graph.calls())):
             return graph
         classes = _Classes(graph)
         for axis in dict.fromkeys(s.axis for s, _ in known):
@@ -151,72 +151,7 @@ def result_slots(node: fx.Node) -> list[Slot]:
     return [(node, i) if value is None else value for i, value in zip(declared, results(node), strict=True)]
 
 
-# ------------------------------------------------------------------------------------------------------ moves
-@dataclass(frozen=True)
-class _Move:
-    """`y[i] = x[i + offset]` for i below `length`, along a dim; elsewhere `fill`, or the other end of x."""
-
-    x: fx.Node
-    dim: int
-    offset: int
-    length: int
-    fill: float = 0.0
-    wrap: bool = False
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.x, self.dim, self.offset, self.length, float(self.fill), self.wrap
-
-    def after(self, first: _Move) -> _Move | None:
-        """This one on the result of another, as one of that one's operand; None where it is more than one."""
-        size = type_of(first.x).shape[first.dim]
-        if self.dim != first.dim or self.wrap or first.wrap:
-            return None
-        inside = self.offset >= 0 and self.offset + self.length <= first.length
-        # All of the operand, with the same fill about it: what this one takes from beyond is that fill too.
-        embeds = first.offset <= 0 and size - first.offset <= first.length and first.fill == self.fill
-        if not inside and not embeds:
-            return None
-        return replace(first, offset=first.offset + self.offset, length=self.length)
-
-
-def _slice(node: fx.Node) -> _Move | None:
-    args = given(node)
-    x, step = args["self"], args.get("step", 1)
-    dim = args.get("dim", 0) % type_of(x).ndim
-    start, end, _ = slice(args.get("start"), args.get("end"), 1).indices(type_of(x).shape[dim])
-    return _Move(x, dim, start, max(end - start, 0)) if step == 1 else None
-
-
-def _slice_backward(node: fx.Node) -> _Move | None:
-    args = given(node)
-    dim = args["dim"] % len(args["input_sizes"])
-    size = args["input_sizes"][dim]
-    start, _, _ = slice(args["start"], args["end"], 1).indices(size)
-    return _Move(args["grad_output"], dim, -start, size) if args["step"] == 1 else None
-
-
-def _pad(node: fx.Node) -> _Move | None:
-    args = given(node)
-    x, pad = args["self"], args["pad"]
-    padded = [i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
-    if len(padded) != 1:
-        return None
-    (i,) = padded
-    dim = type_of(x).ndim - 1 - i
-    length = type_of(x).shape[dim] + pad[2 * i] + pad[2 * i + 1]
-    return _Move(x, dim, -pad[2 * i], length, args.get("value", 0.0))
-
-
-def _roll(node: fx.Node) -> _Move | None:
-    args = given(node)
-    x, shifts, dims = args["self"], args["shifts"], args.get("dims") or []
-    if len(dims) != 1:
-        return None
-    dim = dims[0] % type_of(x).ndim
-    return _Move(x, dim, -int(shifts[0]), type_of(x).shape[dim], wrap=True)
-
-
+# ------------------------------------------------------------------------------------------------------ sums
 _SUMS = (aten.cumsum.default, RUNNING_SUM)
 
 
@@ -237,19 +172,6 @@ def _reversed_sums(graph: Graph) -> None:
     graph.erase_dead()
 
 
-def _shift(node: fx.Node) -> _Move | None:
-    return _Move(*node.args)  # type: ignore[arg-type]
-
-
-_MOVES: dict[Any, Callable[[fx.Node], _Move | None]] = {
-    aten.slice.Tensor: _slice,
-    aten.slice_backward.default: _slice_backward,
-    aten.constant_pad_nd.default: _pad,
-    aten.roll.default: _roll,
-    SHIFT: _shift,
-}
-
-
 # --------------------------------------------------------------------------------------------- one axis's sequences
 @dataclass
 class _Family:
@@ -259,7 +181,7 @@ class _Family:
     classes: _Classes
     roots: dict[Place, ShardedSequence]
     balance: Balance
-    moves: dict[fx.Node, _Move] = field(default_factory=dict[fx.Node, _Move])
+    moves: dict[fx.Node, Move] = field(default_factory=dict[fx.Node, Move])
     lengths: dict[Place, int] = field(default_factory=dict[Place, int])
 
     def __post_init__(self) -> None:
@@ -285,12 +207,9 @@ class _Family:
     def _near(self, length: int) -> bool:
         return 2 * length > self.base
 
-    def _candidate(self, node: fx.Node) -> Iterator[_Move]:
+    def _candidate(self, node: fx.Node) -> Iterator[Move]:
         """What a call does, if it moves rows and both of its ends are of nearly the length of the sequence."""
-        read = _MOVES.get(node.target)
-        if read is None or type_of(node).ragged:
-            return
-        move = read(node)
+        move = of_whole(node, self._near) if node.target in MOVES and not type_of(node).ragged else None
         if move is not None and move.length < 2 * self.base:
             sizes = type_of(move.x).shape[move.dim], move.length
             if all(map(self._near, sizes)):
@@ -418,9 +337,9 @@ def _plain_projection(node: fx.Node) -> frozenset[int]:
 
 def _fold(node: fx.Node) -> None:
     """A move of what another one has moved, as one; a move that moves nothing goes."""
-    move = _shift(node)
+    move = shifted(node)
     while move is not None and move.x.target is SHIFT:
-        joined = move.after(_shift(move.x))  # type: ignore[arg-type]
+        joined = move.after(shifted(move.x))  # type: ignore[arg-type]
         if joined is None:
             break
         move = joined

@@ -6,11 +6,12 @@ Needs: unplaced types of one atom a dim. Ensures: nothing but that values are eq
 
 becomes the sum of `w[:, :, j] * shift(x, j - 3)`. A rank of an axis that shards the sequence then fetches three rows
 for all of its own, wherever they lie (`passes.sharding.find_sequences`): the ranks before may have fewer, or the
-sequence may be a zigzag. Only calls on a dim as long as an annotated sequence are rewritten, or on one that is padded by
+sequence may be a zigzag. Only calls on a dim as long as an annotated sequence are rewritten, also where it is padded by
 hand. The gradients of x and w are such sums too, with the rows shifted back.
 
 Of a convolution that is not depthwise each tap is one of a single tap, a product. With as much padding on both sides it
-stays as it is, unless the sequence may become a zigzag: ranks then fetch the rows on both sides (`rules.halo`).
+stays as it is, unless the sequence may become a zigzag: ranks then fetch the rows on both sides (`rules.halo`). Rows
+that are put behind others become moves too (`join_rows`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from shardc.ir.ops.shift import SHIFT
 from shardc.ir.schema import given
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import Emit
+from shardc.passes.sharding.join_rows import join_rows
 from shardc.plan.context import Balance
 
 aten = torch.ops.aten
@@ -56,6 +58,7 @@ class SpreadTaps(Pass):
                 _backward(graph, node)
             elif node.target is aten.sum.dim_IntList:
                 self._sum(node)
+        join_rows(graph, self.lengths)
         graph.erase_dead()
         return graph
 
