@@ -14,6 +14,7 @@ from torch import fx
 from shardc.explain.provenance import Trail, step
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.ops.halo import HALO, HALO_SUM, NEIGHBOUR_ROWS
+from shardc.ir.ops.mirror import MIRROR_ROWS
 from shardc.ir.ops.running_sum import SUMS_BEHIND
 from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD
 from shardc.ir.ops.scan_body import TIME, parse_body
@@ -29,11 +30,15 @@ INHERENT = "a rank that has a part of a dim needs the rows about it; a gather wo
 
 def explained_by_rows(node: fx.Node) -> bool:
     """Was the collective put in for rows of others, or for their sums?"""
-    return node.target is NEIGHBOUR_ROWS or any(user.target in (SUMS_BEHIND, *SCAN_PARTS) for user in node.users)
+    return node.target in (NEIGHBOUR_ROWS, MIRROR_ROWS) or any(
+        user.target in (SUMS_BEHIND, *SCAN_PARTS) for user in node.users
+    )
 
 
 def reader_of(rows: fx.Node) -> fx.Node:
     """The call that reads the rows of a neighbour, or whose gradient they are."""
+    if rows.target is MIRROR_ROWS:
+        return rows
     joined = next(iter(rows.users))
     if joined.target in (SCAN_TURN, SCAN_TURN_BACKWARD):  # what comes of a turn is read by the next one, and by all
         joined = next(user for user in rows.users if user.target in (SCAN_PART, SCAN_PART_BACKWARD))
@@ -87,7 +92,7 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
     causes, said = Causes(graph), given(call)
     if call.target in (SCAN, SCAN_BACKWARD):
         return _state_trails(graph, causes, call, given(reader), given(rows)["axes"])
-    moves = reader.target in (SHIFT_JOIN, SUMS_BEHIND)
+    moves = reader.target in (SHIFT_JOIN, SUMS_BEHIND, MIRROR_ROWS)
     x, dim = (said["x"], said["dim"]) if moves else (said["input" if "input" in said else "self"], args["dim"])
     first = sum(map(len, type_of(x).dims[:dim]))
     atoms = range(first, first + len(type_of(x).dims[dim]))
@@ -103,6 +108,8 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
         needed = f"%{info(call).name} ({op_name(call.target)}) reads them"
         if reader.target is SUMS_BEHIND:
             why = f"{lies}, and each sum has all rows before it: those of other ranks come as one sum"
+        elif reader.target is MIRROR_ROWS:
+            why = f"{lies}, and its rows are turned round: a rank's go to the one as far from the end"
         elif moves:
             why = f"{lies}, and its rows move by {abs(said['offset'])}: a rank reads {args['length']} of another one"
         else:

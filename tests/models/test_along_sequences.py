@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardc.ir.ops.mirror import MIRROR, MIRROR_ROWS
 from shardc.ir.text import print_graph
 from shardc.passes.type_check import type_faults
 from tests.models.test_sequence_scans import WIDTH, Recurrent, assert_equals_eager, compiled
@@ -28,6 +29,13 @@ class Along(Recurrent):
 
     def recur(self, x: Tensor, a: Tensor, h: Tensor) -> Tensor:
         return self.function(torch.tanh(x) + a, self.taps)
+
+
+class Turned(Recurrent):
+    """A sequence, and itself from the end."""
+
+    def recur(self, x: Tensor, a: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(x.flip(1)) * a
 
 
 class Residual(nn.Module):
@@ -148,3 +156,31 @@ def test_convolutions_with_other_plans(plan: str) -> None:
     torch.manual_seed(0)
     model = Residual() if "precision" in PLANS[plan] else Residual().double()
     assert compiled(model, 18, "dp=2, cp=2", context={"balance": "zigzag"}, **PLANS[plan]).verify().ok
+
+
+@pytest.mark.parametrize(
+    ("mesh", "length", "balance", "kinds"),
+    [("cp=4", 16, "none", {"permute"}), ("cp=3", 12, "none", {"permute"}), ("dp=2, cp=2", 16, "zigzag", set[str]()),
+     ("cp=2, tp=2", 16, "none", {"permute"}), ("cp=4", 17, "none", {"all_gather"}),
+     ("cp=2", 18, "zigzag", {"all_gather"})],
+)  # fmt: skip
+def test_rows_turned_round(mesh: str, length: int, balance: str, kinds: set[str]) -> None:
+    """In equal parts they go to one rank, and of a zigzag stay where they are."""
+    torch.manual_seed(0)
+    model = Turned().double()
+    program = compiled(model, length, mesh, context={"balance": balance})
+    assert_equals_eager(model, program)
+    assert not type_faults(program.body)
+    assert {c.kind for c in program.collectives() if c.kind != "all_reduce"} == kinds
+    if kinds == {"permute"}:
+        told = str(program.explain(next(c.value for c in program.collectives() if c.kind == "permute")))
+        assert "its rows are turned round" in told
+        assert 'ids = "-, cp"' in told or 'labels = "-, cp"' in told
+
+
+def test_rows_that_are_not_sent_are_refused() -> None:
+    torch.manual_seed(0)
+    body = compiled(Turned().double(), 16, "cp=4", context={"balance": "none"}).body.copy()
+    node = next(n for n in body.calls() if n.target is MIRROR_ROWS)
+    node.target, node.args = MIRROR, (node.args[0], node.args[2])
+    assert type_faults(body)

@@ -246,13 +246,15 @@ def test_equals_eager(name: str, mesh: str, length: int) -> None:
     program = compiled(model, length, mesh)
     assert_equals_eager(model, program)
     assert not type_faults(program.body)
+    if name == "Flipped" and length % program.mesh.size("cp"):
+        return  # ranks have unequal parts, and turn all rows
     assert of(program, SCAN_PART)
     assert not of(program, SCAN)
     forward, backward = GATHERED[name]
     assert bool(of(program, SCAN_SUMMARY)) == bool(forward) == (not of(program, SCAN_TURN))
     if of(program, SCAN_PART_BACKWARD):
         assert bool(of(program, SCAN_SUMMARY_BACKWARD)) == bool(backward) == (not of(program, SCAN_TURN_BACKWARD))
-    assert not [d for d in program.diagnostics if d.code == "SC203" and name != "Flipped"]
+    assert not [d for d in program.diagnostics if d.code == "SC203"]
 
 
 @pytest.mark.parametrize("name", AS_WRITTEN)

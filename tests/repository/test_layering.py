@@ -26,9 +26,10 @@ FLOORS: list[dict[str, str]] = [
             index_operands layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention
             ops.attention_rows ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc
             ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped
-            ops.halo ops.kernels ops.linear ops.local ops.running_sum ops.scan ops.scan_body ops.scan_parts
-            ops.scan_steps ops.shift ops.softmax ops.squares ops.streams ops.windows overlap overlap_schedule parse
-            placement plain program provenance python schema storages text trees types verify version
+            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.running_sum ops.scan ops.scan_body
+            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.streams ops.windows overlap
+            overlap_schedule parse placement plain program provenance python schema storages text trees types verify
+            version
         """,
     },
     {

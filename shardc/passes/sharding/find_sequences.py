@@ -10,6 +10,7 @@ it, or causal attention reads it, it is a zigzag (`ir.blocks`).
     their gradients                slice_backward    ->  shift by -1, by 0, with zeros
     roll(x, 1, 1)                  roll              ->  shift by -1, in a circle
     cumsum(x, 1)                   cumsum            ->  running_sum, and the other way in backward
+    flip(x, [1])                   flip              ->  mirror
     scan(h, [x, ...], "h:...")     scan              ->  one in segments, of as many steps as a rank has
 
 Atoms that ops pass on are one class; a move ties two classes. Of those that are shorter by less than half, each
@@ -29,6 +30,7 @@ from shardc.ir.blocks import Blocks, truncated, zigzag
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.mirror import MIRROR
 from shardc.ir.ops.running_sum import RUNNING_SUM
 from shardc.ir.ops.scan import SCAN
 from shardc.ir.ops.shift import SHIFT
@@ -152,7 +154,7 @@ def result_slots(node: fx.Node) -> list[Slot]:
 
 
 # ------------------------------------------------------------------------------------------------------ sums
-_SUMS = (aten.cumsum.default, RUNNING_SUM)
+_SUMS = (aten.cumsum.default, RUNNING_SUM, aten.flip.default)
 
 
 def _reversed_sums(graph: Graph) -> None:
@@ -216,8 +218,13 @@ class _Family:
                 yield move
 
     def _sum_up(self) -> None:
-        """Running sums along the sequence, which ranks can take part by part."""
+        """Running sums along the sequence, which ranks can take part by part, and rows in the other order."""
         for node in list(self.graph.calls()):
+            if node.target is aten.flip.default and len(given(node)["dims"]) == 1 and not type_of(node).ragged:
+                x, dim = given(node)["self"], given(node)["dims"][0] % type_of(node).ndim
+                end = _only(x, dim)
+                if end is not None and self.classes.of(end) in self.lengths:
+                    node.target, node.args, node.kwargs = MIRROR, (x, dim), {}
             if node.target is not aten.cumsum.default or type_of(node).ragged:
                 continue
             args = given(node)
