@@ -22,6 +22,7 @@ from shardc.ir.graph import Graph, Phase, Port, info, type_of, update
 from shardc.ir.layers import layer_of
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS
 from shardc.ir.ops.expert_capacity import LIMIT_ROWS
+from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD
 from shardc.ir.program import Program
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
@@ -39,6 +40,7 @@ def summary(program: Program) -> list[RenderableType]:
         work(flops(program.body)),
         *dispatches(program),
         *divided_attention(program),
+        *divided_scans(program),
         *host_reads(program),
         *fusion(program),
         batch_line(program),
@@ -71,6 +73,19 @@ def divided_attention(program: Program) -> list[str]:
         divided = Divided.read(said)
         lines.setdefault(str(divided), []).append(divided.fqn or "the model")
     return [f"attention of {listed(names)}: {line}" for line, names in lines.items()]
+
+
+def divided_scans(program: Program) -> list[str]:
+    """How states of recurrences travel whose steps lie over axes: a line for equal layers."""
+    lines: dict[str, list[str]] = {}
+    for node in program.body.calls():
+        if node.target in (SCAN_PART, SCAN_PART_BACKWARD):
+            args = given(node)
+            way = "a factor and an addend gathered" if args["affine"] else "from rank to rank"
+            what = "states" if node.target is SCAN_PART else "gradients of states"
+            names = lines.setdefault(f"{what} along {'.'.join(args['axes'])}: {way}", [])
+            names += [name] if (name := info(node).fqn or "the model") not in names else []
+    return [f"recurrence of {listed(names)}: {line}" for line, names in lines.items()]
 
 
 def fusion(program: Program) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from shardc.ir.blocks import Blocks
+from shardc.ir.blocks import Blocks, local_size
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph, info, operands, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
@@ -84,7 +84,7 @@ def body_passes(
 ) -> list[Pass]:
     """Every pass that makes the single-device graph of a step one rank's body, in order."""
     return [
-        SpreadTaps(frozenset(s.length for s in sequences)),
+        SpreadTaps(frozenset(s.length for s in sequences), options.context.balance),
         Atomize(tuple(cuts)),
         FindBlocks(tuple(sharded)),
         FindSequences(tuple(sequences), options.context.balance),
@@ -279,7 +279,8 @@ def sharded_sequences(graph: Graph, bound: Sequence[Bound], context: Context) ->
             text, port = f'{annotation.name} = "{annotation.placement}"', _port(graph, value, annotation)
             ranks = graph.mesh.size(axes[0])
             length = type_of(value).shape[d]
-            found.append(ShardedSequence(port, d, length, axes[0], ranks, named, text, annotation.location))
+            chunk = local_size(length, axes, graph.mesh)
+            found.append(ShardedSequence(port, d, length, axes[0], ranks, named, text, annotation.location, chunk))
     return found
 
 

@@ -11,6 +11,8 @@ an element, bound by memory, and not counted. What counts is what a rank compute
     sdpa_ring   a part of the rows, and all keys, as if no rank had more to do than others
     scan        every statement of its body, for each step: elements once, `dot` twice; a third of scan_backward, which
                 runs forward again
+    scan_turn   a rank has one turn at most, the first in the list counts for it: what the states need, and no results
+    scan_summary  the same, and as much for factors
     expert_mm   routing is taken to be balanced: of its tokens' rows, a rank's experts have an even part
 
 A transformer of N weights in its products spends 6 N a token, a third of it in forward, and its attention.
@@ -101,11 +103,11 @@ def _convolution_backward(a: Arguments) -> int:
     return once * sum(map(bool, a["output_mask"][:2]))
 
 
-def _scan(text: str, states: Sequence[Shape], inputs: Sequence[Shape]) -> int:
+def _scan(text: str, states: Sequence[Shape], inputs: Sequence[Shape], results: bool = True) -> int:
     body = parse_body(text)
     sizes = sizes_of(body, states, inputs)
     total = 0
-    for st in body.statements:
+    for st in body.statements if results else (*body.before, *body.inside):
         dims = {TIME} if st.name in body.timed else set[str]()
         for operand in st.operands:
             dims.update(body.letters[operand])
@@ -136,6 +138,14 @@ COUNTS: dict[str, Callable[[Arguments, Shape], int]] = {
     "shardc.sdpa_keys": lambda a, y: _attention(a, 1, 1),
     "shardc.sdpa_keys_bwd": lambda a, y: _attention(a, 3, 2),
     "shardc.scan": lambda a, y: _scan(a["body"], a["carried"], a["inputs"]),
+    "shardc.scan_part": lambda a, y: _scan(a["body"], a["carried"], a["inputs"]),
+    "shardc.scan_turn": lambda a, y: 0 if a["turn"] else _scan(a["body"], a["carried"], a["inputs"], False),
+    "shardc.scan_summary": lambda a, y: 2 * _scan(a["body"], a["carried"], a["inputs"], False),
+    "shardc.scan_part_backward": lambda a, y: 3 * _scan(a["body"], [x[1:] for x in a["starts"]], a["inputs"]),
+    "shardc.scan_turn_backward": lambda a, y: (
+        0 if a["before"] else 3 * _scan(a["body"], [x[1:] for x in a["starts"]], a["inputs"])
+    ),
+    "shardc.scan_summary_backward": lambda a, y: 4 * _scan(a["body"], [x[1:] for x in a["starts"]], a["inputs"]),
     "shardc.scan_backward": lambda a, y: 3 * _scan(a["body"], [state[1:] for state in a["starts"]], a["inputs"]),
     "convolution": lambda a, y: _convolution(a, a["input"] if a["transposed"] else y),
     "convolution_backward": lambda a, y: _convolution_backward(a),

@@ -1,5 +1,5 @@
 """Why rows are exchanged with other ranks: the convolution or pooling whose kernel reaches beyond a rank's own, or
-what moves the rows of a sequence, or sums them up.
+what moves the rows of a sequence, or sums them up. And why the states of a recurrence travel.
 
 They are put in by `localize`, behind the graph that other collectives are explained by; there the call is found by
 name.
@@ -7,28 +7,43 @@ name.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from shardc.explain.provenance import Trail, step
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.ops.halo import HALO, HALO_SUM, NEIGHBOUR_ROWS
+from shardc.ir.ops.mirror import MIRROR_ROWS
 from shardc.ir.ops.running_sum import SUMS_BEHIND
+from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD
+from shardc.ir.ops.scan_body import TIME, parse_body
+from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD, SCAN_TURN, SCAN_TURN_BACKWARD
 from shardc.ir.ops.shift import SHIFT_JOIN
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
 from shardc.rules.window import WINDOWED
 
+SCAN_PARTS = (SCAN_PART, SCAN_PART_BACKWARD, SCAN_TURN, SCAN_TURN_BACKWARD)
 INHERENT = "a rank that has a part of a dim needs the rows about it; a gather would send all of them"
 
 
 def explained_by_rows(node: fx.Node) -> bool:
     """Was the collective put in for rows of others, or for their sums?"""
-    return node.target is NEIGHBOUR_ROWS or any(user.target is SUMS_BEHIND for user in node.users)
+    return node.target in (NEIGHBOUR_ROWS, MIRROR_ROWS) or any(
+        user.target in (SUMS_BEHIND, *SCAN_PARTS) for user in node.users
+    )
 
 
 def reader_of(rows: fx.Node) -> fx.Node:
     """The call that reads the rows of a neighbour, or whose gradient they are."""
+    if rows.target is MIRROR_ROWS:
+        return rows
     joined = next(iter(rows.users))
+    if joined.target in (SCAN_TURN, SCAN_TURN_BACKWARD):  # what comes of a turn is read by the next one, and by all
+        joined = next(user for user in rows.users if user.target in (SCAN_PART, SCAN_PART_BACKWARD))
+    if joined.target in SCAN_PARTS:
+        return joined
     if joined.target in (SHIFT_JOIN, SUMS_BEHIND):
         return joined
     node = joined
@@ -37,6 +52,32 @@ def reader_of(rows: fx.Node) -> fx.Node:
     while node.target not in WINDOWED:
         node = node.all_input_nodes[0]
     return node
+
+
+def _state_trails(graph: Graph, causes: Causes, call: fx.Node, part: dict[str, Any], axes: list[str]) -> list[Trail]:
+    """Why states of a recurrence travel, and how."""
+    body, backward = parse_body(part["body"]), call.target is SCAN_BACKWARD
+    timed = [(x, ls.index(TIME)) for (_, ls), x in zip(body.inputs, given(call)["inputs"], strict=True) if TIME in ls]
+    what = "gradients of its states" if backward else "its states"
+    how = f"{what} go from rank to rank, since a step is no factor and addend for each element"
+    if part["affine"]:
+        how = f"a factor and an addend for each element of {what} are gathered of all ranks"
+    trails: list[Trail] = []
+    for axis in axes:
+        shown = as_named(graph, axis)
+        starts = [(x, sum(map(len, type_of(x).dims[:dim]))) for x, dim in timed]
+        starts = [(x, atom) for x, atom in starts if axis in type_of(x).placement[atom]]
+        way = causes.way(starts, axis)
+        cause = str(graph.seeds[way[0][0][0]].cause) if way else ""
+        why = f"the steps of %{info(call).name} are sharded over {shown}: {how}"
+        needed = f"%{info(call).name} ({op_name(call.target)}) continues where the ranks {_SIDE[backward]} end"
+        steps = tuple(step(through, value) for (value, _), through in way if through is not None)
+        roots = (way[0][0],) if way else ()
+        trails.append(Trail(shown, why, needed, cause, False, backward, steps, roots, (call,)))
+    return trails
+
+
+_SIDE = ("before", "behind")
 
 
 def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
@@ -49,7 +90,9 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
     if call is None:
         return []
     causes, said = Causes(graph), given(call)
-    moves = reader.target in (SHIFT_JOIN, SUMS_BEHIND)
+    if call.target in (SCAN, SCAN_BACKWARD):
+        return _state_trails(graph, causes, call, given(reader), given(rows)["axes"])
+    moves = reader.target in (SHIFT_JOIN, SUMS_BEHIND, MIRROR_ROWS)
     x, dim = (said["x"], said["dim"]) if moves else (said["input" if "input" in said else "self"], args["dim"])
     first = sum(map(len, type_of(x).dims[:dim]))
     atoms = range(first, first + len(type_of(x).dims[dim]))
@@ -65,6 +108,8 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
         needed = f"%{info(call).name} ({op_name(call.target)}) reads them"
         if reader.target is SUMS_BEHIND:
             why = f"{lies}, and each sum has all rows before it: those of other ranks come as one sum"
+        elif reader.target is MIRROR_ROWS:
+            why = f"{lies}, and its rows are turned round: a rank's go to the one as far from the end"
         elif moves:
             why = f"{lies}, and its rows move by {abs(said['offset'])}: a rank reads {args['length']} of another one"
         else:

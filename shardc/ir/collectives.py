@@ -41,6 +41,7 @@ KINDS: dict[str, CollectiveKind] = {
     "shardc.all_to_all": "all_to_all",
     "shardc.permute_ranks": "permute",
     "shardc.neighbour_rows": "permute",
+    "shardc.mirror_rows": "permute",
     "shardc.next_keys": "permute",
     "shardc.merge_lse": "all_gather",
     "shardc.exchange_counts": "all_to_all",

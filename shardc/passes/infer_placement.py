@@ -39,6 +39,7 @@ from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SUM_K
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.ops.local import told
+from shardc.ir.ops.scan_parts import SCAN_PART
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
 from shardc.passes.attention_keys import STANDS_FOR, as_of_whole, keys_faults
@@ -56,6 +57,8 @@ from shardc.passes.attention_rows import (
 )
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import HALO_FAULTS, PlainCall, plain_call
+from shardc.passes.scan_parts import PARTS, SCAN_PARTS, scan_faults
+from shardc.passes.scan_parts import stands_for as scan_of
 from shardc.passes.sharding.lower_reshards import transposition
 from shardc.passes.shifted_rows import SHIFT_FAULTS
 from shardc.rules.notation import Dims, RuleError
@@ -148,6 +151,21 @@ def _of_whole(
     names = tuple(argument.name for argument in schema_of(op).arguments)
     values = tuple([frozen.get(name, ()) for name in names])
     return list(_by_rule(op, names, values, read, tuple(result_types), tuple(every), mesh))
+
+
+def _scan_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """Of a rank's steps of a recurrence: how states travel, and the faults of the call that it stands for."""
+    if (wrong := scan_faults(node, result_types, mesh)) or node.target not in PARTS:
+        return wrong
+    op, count = scan_of(node)
+    frozen = dict(zip(*_frozen(node), strict=True))
+    names = tuple(argument.name for argument in schema_of(op).arguments)
+    values = tuple([frozen[name] for name in names])
+    read, every = tuple(map(type_of, operands(node)[:count])), tuple(info(node).results)
+    starts = len(given(node)["carried"]) if node.target is SCAN_PART else 0  # a rule sees not where single blocks lie
+    shown = (*result_types[: len(every) - starts], *(None for _ in range(starts)))
+    placed = tuple(m or e for m, e in zip(result_types, every, strict=True))
+    return list(_by_rule(op, names, values, read, shown, placed, mesh))
 
 
 # ---------------------------------------------------------------------- calls with a rule
@@ -550,6 +568,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **dict.fromkeys(STANDS_FOR, _keys_faults),
     MERGE_LSE: merge_faults,
     WEIGH_PART: weigh_faults,
+    **dict.fromkeys(SCAN_PARTS, _scan_faults),
     local.mask_pad: _masked,
     local.mask_blocks: _masked_blocks,
     local.axis_offset: _offset,

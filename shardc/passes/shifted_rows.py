@@ -15,16 +15,18 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from shardc.ir.blocks import blocks_of
+from shardc.ir.blocks import Blocks, blocks_of
 from shardc.ir.graph import info, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import all_gather
 from shardc.ir.ops.halo import NEIGHBOUR_ROWS
+from shardc.ir.ops.mirror import MIRROR, MIRROR_ROWS
 from shardc.ir.ops.running_sum import PART_SUMS, PART_TOTALS, SUMS_BEHIND
 from shardc.ir.ops.shift import SHIFT_JOIN, SHIFT_ROWS, routes, rows_by_hop, size_of
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, TensorType
 from shardc.rules.halo import with_rows
+from shardc.rules.shift import has_both_ends
 
 Declared = Sequence[TensorType | None]
 LAYOUT = ("dim", "source", "target", "axes", "offset", "wrap")
@@ -153,10 +155,31 @@ def _behind_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[st
     return [] if result_types[0] == want else [f"yields {want}, the result says {result_types[0]}"]
 
 
+# ------------------------------------------------------------------------------------------------ the other order
+def _mirror_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]:
+    """Own rows are turned where they are both ends of a zigzag; else they go to the rank as far from the end."""
+    args = given(node)
+    type, dim = type_of(args["x"]), args["dim"]
+    if not 0 <= dim < type.ndim:
+        return [f"turns dim {dim} of {type}"]
+    atoms = [atom for atom in type.dims[dim] if atom.axes]
+    lies = tuple(axis for atom in atoms for axis in mesh.resolve(atom.axes))
+    if node.target is MIRROR and atoms and not (len(type.dims[dim]) == 1 and has_both_ends(atoms[0], mesh)):
+        return [f"turns own rows of {type} alone"]
+    if node.target is MIRROR_ROWS:
+        if not lies or lies != tuple(mesh.resolve(args["axes"])):
+            return [f"takes dim {dim} of {type} to lie over {'.'.join(args['axes'])}"]
+        if len(type.dims[dim]) != 1 or isinstance(atoms[0].size, Blocks) or atoms[0].uneven(mesh):
+            return [f"turns {type}, of which ranks have unequal parts"]
+    return [] if result_types[0] == type else [f"yields {type}, the result says {result_types[0]}"]
+
+
 SHIFT_FAULTS: Mapping[Any, Faults] = {
     SHIFT_ROWS: _rows_faults,
     SHIFT_JOIN: _join_faults,
     PART_SUMS: _part_faults,
     PART_TOTALS: _part_faults,
     SUMS_BEHIND: _behind_faults,
+    MIRROR: _mirror_faults,
+    MIRROR_ROWS: _mirror_faults,
 }

@@ -71,7 +71,8 @@ def atoms_nest(graph: Graph) -> list[str]:
             sizes = tuple(projection.sizes[p] for p in pieces)
             atoms = type_of(value).atoms
             fits = len(sizes) == len(atoms) and all(
-                size == a.size or p in projection.tied for size, a, p in zip(sizes, atoms, pieces, strict=True)
+                size == a.size or p in projection.tied | projection.followed
+                for size, a, p in zip(sizes, atoms, pieces, strict=True)
             )
             if not fits:
                 wrong.append(f"V2 {info(node).name}: {info(value).name} is {type_of(value)}, pieces {sizes}")

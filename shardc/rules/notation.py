@@ -12,6 +12,9 @@ legality, pending sums, local shapes, communication.
 `sections` say that factors are sections of another one: `("n", 4, "p")` that `p` is `n` from its 4th element on. Both
 are whole, unless the atom that `n` is has blocks that `p` is made of (see `ir.blocks`): an axis on `n` is then on `p`.
 
+`following=(("t", "c"),)`: the axes on `t` are on `c` too, as where `c` has one element for each of so many of `t`; each
+is one atom, and not of blocks, or both are whole.
+
 Ragged dims (see `ir.types`) stand behind a semicolon; a rule that names none is of tensors without, or goes row by row:
 `divided` gives the ragged dims of its operands to its results.
 """
@@ -29,6 +32,7 @@ Shape = tuple[int, ...]
 Labels = tuple[tuple[str, ...], ...]  # one tensor: for each dim its factors, major first
 Linear = Literal["joint"] | tuple[int, ...]
 Aligned = tuple[tuple[str, str], ...]  # factors that are one where their atoms lie alike, as far as both go
+Following = tuple[tuple[str, str], ...]  # (factor, one that the same axes cut, although it has fewer elements)
 Sections = tuple[tuple[str, int, str], ...]  # (factor, start, the factor that is its section from there on)
 
 
@@ -56,6 +60,7 @@ class Notation:
     aligned: Aligned = ()
     counts: str | None = None
     merged: tuple[int, ...] = ()
+    following: Following = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +79,7 @@ class FactorRule:
     sections: Sections = ()
     aligned: Aligned = ()
     counts: frozenset[str] | None = None
+    following: Following = ()
     by_block: bool = True  # does the op run on the blocks of an atom as on the atom?
     merged: tuple[int, ...] = ()
 
@@ -203,7 +209,7 @@ def _fit(notation: Notation, operands: tuple[Shape, ...], results: tuple[Shape, 
         if missing:
             raise RuleError(_missing(notation, missing))
     counts = None if notation.counts is None else frozenset(names(notation.counts))
-    options = (notation.sections, notation.aligned, counts)
+    options = (notation.sections, notation.aligned, counts, notation.following)
     return FactorRule(ins, outs, sizes, reduces, whole, linear, *options, merged=notation.merged)
 
 

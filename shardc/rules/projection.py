@@ -45,6 +45,7 @@ class Projection:
     linear: Linear
     tied: frozenset[Piece] = frozenset()  # atoms of blocks, which stand for an atom of one block in other tensors
     merged: tuple[int, ...] = ()  # results whose shards the local call puts together itself
+    followed: frozenset[Piece] = frozenset()  # these stand for shorter atoms in other tensors
 
     @property
     def operand_pieces(self) -> frozenset[Piece]:
@@ -126,6 +127,11 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
                 if groups is None or split.setdefault(f, groups[i]) != groups[i]:
                     blocked.add(f)
     blocked |= {f for f, run in split.items() if any(isinstance(n, Blocks) and _blocks_fail(rule, f, n) for n in run)}
+    following = [pair for pair in rule.following if all(name in split for name in pair)]
+    for pair in following:
+        runs = [split[name] for name in pair]
+        if blocked.intersection(pair) or any(len(run) != 1 or isinstance(run[0], Blocks) for run in runs):
+            blocked.update(pair)
     names: list[str] = []
     sizes: list[int] = []
     of_factor: dict[str, tuple[Piece, ...]] = {}
@@ -135,6 +141,7 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
         sizes += parts
     opaque: set[Piece] = set()
     tied = _tied(rule, tensors, split, of_factor)
+    follow = {b: (0, of_factor[a][0]) for a, b in following if a not in blocked}
 
     def lay(labels: Labels, dims: AtomSizes) -> tuple[Piece, ...]:
         pieces: list[Piece] = []
@@ -143,7 +150,7 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
             # Factor by factor: one that is cut differently elsewhere does not take its neighbours in the dim along.
             for run, f in zip(runs, dim, strict=True) if runs is not None else [(atoms, None)]:
                 run_pieces = of_factor.get(f, ()) if f is not None else ()
-                if f is not None and (of_block := tied.get(f)) is not None:
+                if f is not None and (of_block := tied.get(f) or follow.get(f)) is not None:
                     atom, piece = of_block
                     run_pieces = tuple(piece if i == atom else p for i, p in enumerate(run_pieces))
                 elif tuple(sizes[p] for p in run_pieces) != run:
@@ -161,7 +168,7 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
     reduces = {p: kind for f, kind in rule.reduces.items() for p in of_factor.get(f, ())}
     return Projection(
         tuple(names), tuple(sizes), tuple(laid[:count]), tuple(laid[count:]), closed, reduces, rule.linear, shared,
-        rule.merged,
+        rule.merged, frozenset(piece for _, piece in follow.values()),
     )  # fmt: skip
 
 

@@ -7,16 +7,42 @@ forward keeps. A dim that some result does not have is whole too, since each ran
 
 Backward gives C a gradient that is a sum over d, and a tensor that is the same in every step one over b. That holds
 where every gradient that comes in has the dim: what has it not would be counted on each rank.
+
+Time is free where a call has a `segment`, and each rank has as many steps, or a multiple of them. A rank's call then
+needs the states that the ranks before leave: `shardc.ir.ops.scan_parts` says how they travel. The last states are then
+a sum, of what the last rank has and of zeros. Blocks follow time: the starts of a rank's blocks lie with its steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD
+from torch import fx
+
+from shardc.ir.graph import info, set_info
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.collectives import all_gather
+from shardc.ir.ops.halo import NEIGHBOUR_ROWS
+from shardc.ir.ops.local import span
+from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD, blocks_of_steps, wide_of
 from shardc.ir.ops.scan_body import BLOCK, TIME, parse_body
+from shardc.ir.ops.scan_parts import (
+    SCAN_PART,
+    SCAN_PART_BACKWARD,
+    SCAN_SUMMARY,
+    SCAN_SUMMARY_BACKWARD,
+    SCAN_TURN,
+    SCAN_TURN_BACKWARD,
+)
+from shardc.ir.schema import given as arguments
+from shardc.ir.types import Atom, Axes, TensorType, local_size
+from shardc.rules.local import LocalCall
 from shardc.rules.notation import Dims, Notation
+from shardc.rules.projection import Projection
 from shardc.rules.registry import rule
+from shardc.rules.shift import cause_of, moved
 
 MAMBA = "h:bdn | a:bdnt x:bdnt C:bnt | v0=mul(a,h) v1=add(v0,x) v2=dot(v1,C:n) | h=v1 | bdt=v2"
 SELECTIVE = (
@@ -38,17 +64,128 @@ def _text(*tensors: str) -> str:
     return ", ".join(" ".join(letters) or "()" for letters in tensors)
 
 
+# ------------------------------------------------------------------------------------------------ one rank's steps
+def unfit(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh: Mesh) -> set[int]:
+    """Time, where ranks have no whole segments."""
+    piece = projection.names.index(TIME) if TIME in projection.names else -1
+    axes, segment = split.get(piece, ()), arguments(node).get("segment", 0)
+    if not axes:
+        return set()
+    size, blocks = projection.sizes[piece], len(blocks_of_steps(projection.sizes[piece], segment))
+    own = local_size(size, axes, mesh)
+    fits = own % segment == 0 and local_size(blocks, axes, mesh) == len(blocks_of_steps(own, segment))
+    for rank in mesh.group_of(0, mesh.resolve(axes)) if fits else ():
+        start = span(size, axes, mesh, mesh.coordinate(rank)).start
+        fits = fits and start == min(mesh.index(rank, axes) * own, size)
+    return set() if fits else {piece}
+
+
+class _Parts:
+    """A call whose steps lie over axes, and the calls before it by which states travel."""
+
+    def __init__(self, call: LocalCall, states: Sequence[TensorType]) -> None:
+        self.call, self.args, self.graph = call, call.args, call.graph
+        self.body = parse_body(self.args["body"])
+        piece = call.projection.names.index(TIME) if TIME in call.projection.names else -1
+        self.axes = tuple(self.graph.mesh.resolve(call.split.get(piece, ())))
+        self.ranks = self.graph.mesh.size(self.axes)
+        if self.axes:
+            self.layout = (str(call.projection.sizes[piece]), list(self.axes), self.args["segment"])
+        dtype = wide_of([type.dtype for type in call.operands])
+        self.states = [TensorType(dtype, type.dims) for type in states]
+
+    def _several(self, target: Any, args: tuple[Any, ...], types: Sequence[TensorType]) -> list[fx.Node]:
+        about, node = info(self.call.node), self.call.node
+        name = f"{about.name}.{'through' if target in (SCAN_SUMMARY, SCAN_SUMMARY_BACKWARD) else 'behind'}"
+        cause = cause_of(self.call, self.args["inputs"][0], self.axes)
+        made = self.graph.call(target, args, like=node, type=None, results=tuple(types), name=name, cause=cause)
+        found: list[fx.Node] = []
+        for i, type in enumerate(types):
+            value = self.graph.fx.call_function(operator.getitem, (made, i))
+            set_info(value, self.graph.info_like(node, target, type, name, cause=cause))
+            found.append(value)
+        return found
+
+    def of_each(self, type: TensorType, *extra: int) -> TensorType:
+        """One of a type for each rank."""
+        return TensorType(type.dtype, ((Atom(self.ranks, self.axes),), *((Atom(n),) for n in extra), *type.dims))
+
+    def by_turns(self, target: Any, read: tuple[Any, ...], told: tuple[Any, ...], turns: range, shift: int) -> Any:
+        """What comes to each rank from the one whose turn is before its own."""
+        every: list[fx.Node] = []
+        before: list[fx.Node] = []
+        types = [self.of_each(state) for state in self.states]
+        for turn in turns:
+            left = self._several(target, (*read, before, *told, *self.layout, turn), types)
+            before = [
+                moved(self.call, x, NEIGHBOUR_ROWS, (x, list(self.axes), 0, 0, 1, shift), type, self.axes)
+                for x, type in zip(left, types, strict=True)
+            ]
+            every += before
+        return every
+
+    def gathered(self, target: Any, read: tuple[Any, ...], told: tuple[Any, ...]) -> list[fx.Node]:
+        """What the steps of all ranks do to each state."""
+        types = [self.of_each(state, 2) for state in self.states]
+        found: list[fx.Node] = []
+        for x, type in zip(self._several(target, (*read, *told, *self.layout), types), types, strict=True):
+            every = TensorType(type.dtype, ((Atom(self.ranks),), *type.dims[1:]))
+            mesh = self.graph.mesh
+            how = (list(self.axes), list(type.local_atoms(mesh)), 0, self.ranks, list(every.local_shape(mesh)))
+            found.append(moved(self.call, x, all_gather, (x, *how), every, self.axes))
+        return found
+
+
+def local_scan(call: LocalCall) -> Any:
+    """`scan` on a rank's steps."""
+    args = call.args
+    parts = _Parts(call, call.operands[: len(args["carried"])])
+    if not parts.axes:
+        return call.with_args()
+    read, told, affine = (args["carried"], args["inputs"]), (args["body"],), parts.body.homogeneous is not None
+    if affine:
+        before = parts.gathered(SCAN_SUMMARY, read, told)
+    else:
+        before = parts.by_turns(SCAN_TURN, read, told, range(parts.ranks - 1), 1)
+    return SCAN_PART, (*read, before, *told, *parts.layout, affine), {}
+
+
+def local_scan_backward(call: LocalCall) -> Any:
+    """`scan_backward` on a rank's steps."""
+    args = call.args
+    first = len(args["grads"])
+    starts = call.operands[first : first + len(args["starts"])]
+    parts = _Parts(call, [TensorType(type.dtype, type.dims[1:]) for type in starts])
+    if not parts.axes:
+        return call.with_args()
+    read, told = (args["grads"], args["starts"], args["inputs"]), (args["body"], args["given"])
+    affine = parts.body.diagonal
+    if affine:
+        before = parts.gathered(SCAN_SUMMARY_BACKWARD, read, told)
+    else:
+        before = parts.by_turns(SCAN_TURN_BACKWARD, read, told, range(parts.ranks - 1, 0, -1), -1)
+    return SCAN_PART_BACKWARD, (*read, before, *told, args["needed"], *parts.layout, affine), {}
+
+
+# ------------------------------------------------------------------------------------------------ rules
 @rule(
     SCAN,
+    localize=local_scan,
+    unfit=unfit,
     examples=[
         ([(4, 6, 3)], [(4, 6, 3, 5), (4, 6, 3, 5), (4, 3, 5)], MAMBA),
         ([(4, 6, 2)], [(6, 4, 70), (4, 70, 6), (4, 70, 2), (6, 2)], SELECTIVE),
         ([(2, 4, 3, 6)], [(2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 6), (2, 4, 5)], DELTA),
         ([(4, 3, 2)], [(3, 4, 6, 3), (3, 4, 6, 5), (3, 4, 5, 2)], CHUNKS),
         ([(4, 3)], [(5, 4, 3), (3, 3)], RNN),
+        *(([(4, 6, 3)], [(4, 6, 3, s), (4, 6, 3, s), (4, 3, s)], MAMBA, n) for s, n in ((6, 3), (7, 4), (3, 1))),
+        ([(4, 6, 2)], [(6, 4, 70), (4, 70, 6), (4, 70, 2), (6, 2)], SELECTIVE, 35),
+        ([(2, 4, 3, 6)], [(2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 6), (2, 4, 5)], DELTA, 3),
+        ([(4, 3)], [(150, 4, 3), (3, 3)], RNN, 75),
+        ([(4, 3)], [(8, 4, 3), (3, 3)], RNN, 2),
     ],
 )
-def scan(carried: Sequence[Dims], inputs: Sequence[Dims], body: str) -> Notation:
+def scan(carried: Sequence[Dims], inputs: Sequence[Dims], body: str, segment: int) -> Notation:
     parsed = parse_body(body)
     states = [letters for _, letters in parsed.carried]
     ins = _text(*states, *(letters for _, letters in parsed.inputs))
@@ -56,12 +193,16 @@ def scan(carried: Sequence[Dims], inputs: Sequence[Dims], body: str) -> Notation
     outs = _text(*results, *(BLOCK + letters for letters in states))
     letters = {letter for _, dims in (*parsed.carried, *parsed.inputs) for letter in dims}
     everywhere = {letter for letter in letters if all(letter in dims for dims in results)}
-    whole = {TIME, BLOCK, *parsed.summed, *(letters - everywhere)}
-    return Notation(f"{ins} -> {outs}", whole=" ".join(sorted(whole)))
+    whole = {BLOCK, *parsed.summed, *(letters - everywhere - {TIME})}
+    if not segment:
+        return Notation(f"{ins} -> {outs}", whole=" ".join(sorted({TIME, *whole})))
+    return Notation(f"{ins} -> {outs}", sum=TIME, whole=" ".join(sorted(whole - {BLOCK})), following=((TIME, BLOCK),))
 
 
 @rule(
     SCAN_BACKWARD,
+    localize=local_scan_backward,
+    unfit=unfit,
     examples=[
         (
             [(4, 6, 5)], [(1, 4, 6, 3)], [(4, 6, 3, 5), (4, 6, 3, 5), (4, 3, 5)], MAMBA, [0],
@@ -80,11 +221,20 @@ def scan(carried: Sequence[Dims], inputs: Sequence[Dims], body: str) -> Notation
             [True, True, True, True],
         ),
         ([(4, 3)], [(1, 4, 3)], [(5, 4, 3), (3, 3)], RNN, [1], [True, True, True]),
+        (
+            [(4, 6, 7), (4, 6, 3)], [(2, 4, 6, 3)], [(4, 6, 3, 7), (4, 6, 3, 7), (4, 3, 7)], MAMBA, [0, 1],
+            [True, True, True, True], 4,
+        ),
+        ([(8, 4, 3)], [(4, 4, 3)], [(8, 4, 3), (3, 3)], RNN, [0], [True, True, True], 2),
+        (
+            [(2, 4, 5, 6)], [(2, 2, 4, 3, 6)], [(2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 6), (2, 4, 5)], DELTA, [0],
+            [True, True, True, True, True], 3,
+        ),
     ],
 )  # fmt: skip
 def scan_backward(
     grads: Sequence[Dims], starts: Sequence[Dims], inputs: Sequence[Dims], body: str,
-    given: Sequence[int], needed: Sequence[bool],
+    given: Sequence[int], needed: Sequence[bool], segment: int,
 ) -> Notation:  # fmt: skip
     parsed = parse_body(body)
     states, of_inputs = [dims for _, dims in parsed.carried], [dims for _, dims in parsed.inputs]
@@ -94,10 +244,11 @@ def scan_backward(
     outs = [letters for letters, need in zip([*states, *of_inputs], needed, strict=True) if need]
     letters = {letter for tensor in (*states, *of_inputs) for letter in tensor}
     free = {x for x in letters if all(x in tensor for tensor in coming)} - parsed.summed - {TIME}
-    whole = letters - free | {BLOCK, TIME}
+    whole = letters - free - {TIME}
     return Notation(
         f"{ins} -> {_text(*outs)}",
-        sum=" ".join(sorted(free)),
-        whole=" ".join(sorted(whole)),
+        sum=" ".join(sorted(free | {TIME, BLOCK} if segment else free)),
+        whole=" ".join(sorted(whole if segment else whole | {BLOCK, TIME})),
         linear=(0,) if len(coming) == 1 else (),
+        following=((TIME, BLOCK),) if segment else (),
     )

@@ -7,6 +7,8 @@
 Where the result is of another length, its rows have to lie with the ranks that have those of the operand: its atom is
 then one of blocks with room (`ir.blocks`), which `find_sequences` puts there. Otherwise both are whole.
 
+Rows in the other order (`ir.ops.mirror`) go to the rank as far from the end, where all have as many of them.
+
 A running sum (`ir.ops.running_sum`) gathers a total for each run of rows that a rank has.
 """
 
@@ -17,11 +19,12 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.blocks import blocks_of
+from shardc.ir.blocks import Blocks, blocks_of
 from shardc.ir.graph import info, op_name, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import all_gather
 from shardc.ir.ops.halo import NEIGHBOUR_ROWS
+from shardc.ir.ops.mirror import MIRROR, MIRROR_ROWS
 from shardc.ir.ops.running_sum import PART_SUMS, PART_TOTALS, RUNNING_SUM, SUMS_BEHIND
 from shardc.ir.ops.shift import SHIFT, SHIFT_JOIN, SHIFT_ROWS, routes, rows_by_hop
 from shardc.ir.provenance import Cause, Derivation
@@ -98,6 +101,49 @@ def shift(x: Dims, dim: int, offset: int, length: int, fill: float, wrap: bool) 
     part = f"moved_{label}"
     text = f"{x} -> {x.replace(dim, part)}"
     return Notation(text, whole=f"{label} {part}", linear=linear, aligned=((label, part),))
+
+
+# ------------------------------------------------------------------------------------------------ the other order
+def has_both_ends(atom: Atom, mesh: Mesh) -> bool:
+    """Has each rank of a zigzag the rows as far from the end as those that it has of the front?"""
+    size = atom.size
+    if not isinstance(size, Blocks) or len(size.parts) != 2 or len(mesh.resolve(atom.axes)) != 1:
+        return False
+    front, back = size.parts
+    same = front.count == back.count and front.unit == back.unit and front.cut and back.cut
+    return same and not front.reverse and back.reverses(mesh.resolve(atom.axes)[0]) and not atom.uneven(mesh)
+
+
+def unlike(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh: Mesh) -> set[int]:
+    """A dim of several atoms, or of which ranks have unequal parts, is turned whole."""
+    x, dim = type_of(given(node)["x"]), given(node)["dim"]
+    first = sum(map(len, x.dims[:dim]))
+    pieces = {p for p in projection.operands[0][first : first + len(x.dims[dim])] if split.get(p)}
+    atoms = [Atom(projection.sizes[p], tuple(split[p])) for p in pieces]
+    fits = len(x.dims[dim]) == 1 and all(
+        has_both_ends(atom, mesh) if isinstance(atom.size, Blocks) else not atom.uneven(mesh) for atom in atoms
+    )
+    return set() if fits else pieces
+
+
+@by_block
+def local_mirror(call: LocalCall) -> Any:
+    x, dim, mesh = call.args["x"], call.args["dim"], call.graph.mesh
+    axes = tuple(axis for atom in type_of(x).dims[dim] for axis in mesh.resolve(atom.axes))
+    if not axes or has_both_ends(type_of(x).dims[dim][0], mesh):
+        return call.with_args()
+    return MIRROR_ROWS, (x, list(axes), dim), {}
+
+
+@rule(
+    MIRROR,
+    linear="joint",
+    localize=local_mirror,
+    unfit=unlike,
+    examples=[((4, 6), 1), ((4, 6, 3), 0), ((6,), 0)],
+)
+def mirror(x: Dims, dim: int) -> str:
+    return f"{x} -> {x}"
 
 
 # ------------------------------------------------------------------------------------------------ running sums

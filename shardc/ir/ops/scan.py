@@ -1,7 +1,7 @@
 """A recurrence over time as one op forward and one backward, whatever one step computes (`scan_body`).
 
-    yields..., last states..., starts... = scan(carried, inputs, body)
-    gradients... = scan_backward(gradients given, starts, inputs, body, given, needed)
+    yields..., last states..., starts... = scan(carried, inputs, body, segment)
+    gradients... = scan_backward(gradients given, starts, inputs, body, given, needed, segment)
 
 Steps are taken in blocks of 64. What no state reaches is computed for a block at once, and so is what only the results
 need: between two steps is what the next state depends on, for a Mamba a product and a sum. All is computed in float32,
@@ -11,6 +11,9 @@ Forward keeps the states at the start of each block, `starts`, and not those of 
 S steps that is S / 64 states. Backward goes through the blocks from the last to the first, and computes each again
 from its start. That costs one more forward, of which the states' part is small, and the steps of one block are all that
 is held at a time: a Mamba's state is 16 times as large as what goes in, and keeping all would be most of its memory.
+
+Blocks begin anew at each multiple of `segment`, unless that is 0: where ranks have a segment of the steps each, every
+rank then has the starts of its own (`scan_parts`).
 """
 
 from __future__ import annotations
@@ -31,7 +34,12 @@ Values = dict[str, Tensor]
 
 def wide(tensors: Sequence[Tensor]) -> torch.dtype:
     """What a scan of these tensors is computed in."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    return wide_of([t.dtype for t in tensors])
+
+
+def wide_of(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The same of their dtypes."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def sizes_of(body: Body, carried: Sequence[Sequence[int]], inputs: Sequence[Sequence[int]]) -> dict[str, int]:
@@ -101,19 +109,22 @@ def _ordered_states(body: Body, states: Sequence[Tensor], dtype: torch.dtype) ->
     return {n: reordered(x, dims, body.letters[n]).to(dtype) for (n, dims), x in zip(body.carried, states, strict=True)}
 
 
-def _blocks(steps: int) -> list[tuple[int, int]]:
-    return [(start, min(BLOCK_STEPS, steps - start)) for start in range(0, steps, BLOCK_STEPS)]
+def blocks_of_steps(steps: int, segment: int = 0) -> list[tuple[int, int]]:
+    """Where each block of so many steps starts, and how many it has."""
+    length = segment or max(steps, 1)
+    ends = [(first, min(first + length, steps)) for first in range(0, steps, length)]
+    return [(i, min(BLOCK_STEPS, end - i)) for first, end in ends for i in range(first, end, BLOCK_STEPS)]
 
 
-def _forward(carried: Sequence[Tensor], inputs: Sequence[Tensor], text: str) -> list[Tensor]:
+def forward(carried: Sequence[Tensor], inputs: Sequence[Tensor], text: str, segment: int = 0) -> list[Tensor]:
     body = parse_body(text)
     sizes = sizes_of(body, [x.shape for x in carried], [x.shape for x in inputs])
-    results = _empty(body, sizes, inputs[0], wide([*carried, *inputs]))
+    results = empty(body, sizes, inputs[0], wide([*carried, *inputs]), segment)
     count = len(body.yields), len(body.yields) + len(body.carried)
     yields, lasts, starts = results[: count[0]], results[count[0] : count[1]], results[count[1] :]
     scan = _Scan(body, inputs, yields[0].dtype if yields else lasts[0].dtype)
     states, keep = _ordered_states(body, carried, scan.dtype), scan.read_after()
-    for number, (start, steps) in enumerate(_blocks(sizes[TIME])):
+    for number, (start, steps) in enumerate(blocks_of_steps(sizes[TIME], segment)):
         for (name, dims), saved in zip(body.carried, starts, strict=True):
             saved[number].copy_(reordered(states[name], body.letters[name], dims))
         values = scan.block(start, steps)
@@ -127,18 +138,29 @@ def _forward(carried: Sequence[Tensor], inputs: Sequence[Tensor], text: str) -> 
     return results
 
 
-def _empty(body: Body, sizes: Mapping[str, int], like: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    blocks = -(-sizes[TIME] // BLOCK_STEPS)
+def last_states(carried: Sequence[Tensor], inputs: Sequence[Tensor], body: Body) -> list[Tensor]:
+    """The states behind all steps, and nothing else of a scan."""
+    steps = sizes_of(body, [x.shape for x in carried], [x.shape for x in inputs])[TIME]
+    scan = _Scan(body, inputs, wide([*carried, *inputs]))
+    states = _ordered_states(body, carried, scan.dtype)
+    for start, count in blocks_of_steps(steps):
+        states = scan.steps(scan.block(start, count), states, count, ())
+    return [reordered(states[name], body.letters[name], dims) for name, dims in body.carried]
+
+
+def empty(body: Body, sizes: Mapping[str, int], like: Tensor, dtype: torch.dtype, segment: int = 0) -> list[Tensor]:
+    """Tensors for the results of a scan whose dims have these sizes."""
+    blocks = len(blocks_of_steps(sizes[TIME], segment))
     of_states = [dims for _, dims in body.carried]
     shapes = [[sizes[x] for x in dims] for dims in [dims for _, dims in body.yields] + of_states]
     shapes += [[blocks, *(sizes[x] for x in dims)] for dims in of_states]
     return [like.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
-def _fake(carried: Sequence[Tensor], inputs: Sequence[Tensor], text: str) -> list[Tensor]:
+def _fake(carried: Sequence[Tensor], inputs: Sequence[Tensor], text: str, segment: int = 0) -> list[Tensor]:
     body = parse_body(text)
     sizes = sizes_of(body, [x.shape for x in carried], [x.shape for x in inputs])
-    return _empty(body, sizes, inputs[0], wide([*carried, *inputs]))
+    return empty(body, sizes, inputs[0], wide([*carried, *inputs]), segment)
 
 
 class _Sums:
@@ -152,9 +174,9 @@ class _Sums:
             self.of[name] = self.of[name] + g if name in self.of else g
 
 
-def _backward(
+def backward(
     grads: Sequence[Tensor], starts: Sequence[Tensor], inputs: Sequence[Tensor], text: str,
-    given: Sequence[int], needed: Sequence[bool],
+    given: Sequence[int], needed: Sequence[bool], segment: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     body = parse_body(text)
     dtype = wide([*starts, *inputs])
@@ -173,7 +195,7 @@ def _backward(
         for (name, _), x in zip(body.inputs, inputs, strict=True)
         if name in wanted
     }
-    for number, (start, steps) in reversed(list(enumerate(_blocks(sizes[TIME])))):
+    for number, (start, steps) in reversed(list(enumerate(blocks_of_steps(sizes[TIME], segment)))):
         states = _ordered_states(body, [saved[number] for saved in starts], dtype)
         values = scan.block(start, steps)
         scan.steps(values, states, steps, [n for n, _ in body.carried] + [st.name for st in body.inside])
@@ -184,6 +206,8 @@ def _backward(
             sums.add(value, part if value in body.timed else part.sum(0))
         _through(scan, body.after, values, sums)
         of_states = _through_steps(scan, values, sums, of_states, steps)
+        if not wanted:
+            continue
         _through(scan, body.before, values, sums)
         for name, dims in body.inputs:
             g = sums.of.get(name)
@@ -253,17 +277,18 @@ def _through_steps(scan: _Scan, values: Values, sums: _Sums, of_states: Values, 
 
 def _fake_backward(
     grads: Sequence[Tensor], starts: Sequence[Tensor], inputs: Sequence[Tensor], text: str,
-    given: Sequence[int], needed: Sequence[bool],
+    given: Sequence[int], needed: Sequence[bool], segment: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     dtype = wide([*starts, *inputs])
     initial = [x.new_empty(x.shape[1:], dtype=dtype) for x, need in zip(starts, needed, strict=False) if need]
     return [*initial, *(x.new_empty(x.shape) for x, n in zip(inputs, needed[len(starts) :], strict=True) if n)]
 
 
-SCAN = define("scan(Tensor[] carried, Tensor[] inputs, str body) -> Tensor[]", _forward, _fake)
+SCAN = define("scan(Tensor[] carried, Tensor[] inputs, str body, int segment=0) -> Tensor[]", forward, _fake)
 SCAN_BACKWARD = define(
-    "scan_backward(Tensor[] grads, Tensor[] starts, Tensor[] inputs, str body, int[] given, bool[] needed) -> Tensor[]",
-    _backward,
+    "scan_backward(Tensor[] grads, Tensor[] starts, Tensor[] inputs, str body, int[] given, bool[] needed,"
+    " int segment=0) -> Tensor[]",
+    backward,
     _fake_backward,
 )
 

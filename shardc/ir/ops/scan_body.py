@@ -112,6 +112,50 @@ class Body:
         return frozenset(reached)
 
     @cached_property
+    def diagonal(self) -> bool:
+        """Does each element of each state depend on that same element of the state before, and on no other?"""
+        of: dict[str, str] = {name: name for name, _ in self.carried}
+        for st in self.inside:
+            states = {of[operand] for operand in st.operands if operand in of}
+            (state, *others) = states
+            if others or st.op in WITH_LETTERS or st.op == RENAME or self.letters[st.name] != self.letters[state]:
+                return False
+            of[st.name] = state
+        return all(of.get(value, name) == name for name, value in self.next)
+
+    @cached_property
+    def homogeneous(self) -> Body | None:
+        """The body by which a change of a state goes on to the next one, if that is a factor for each element.
+
+        Of `h = a * h + b` it is `h = a * h`. None where the factor depends on the state, or mixes elements.
+        """
+        part: dict[str, str] = {name: name for name, _ in self.carried}  # value -> what is linear of it
+        made: list[Statement] = []
+        for st in self.inside if self.diagonal else ():
+            stateful = [operand in part for operand in st.operands]
+            linear = tuple(part.get(operand, operand) for operand in st.operands)
+            part[st.name] = st.name
+            if st.op == "shift" or (st.op in ("add", "sub") and stateful == [True, False]):
+                part[st.name] = linear[0]
+            elif st.op == "add" and stateful == [False, True]:
+                part[st.name] = linear[1]
+            elif st.op == "sub" and stateful == [False, True]:
+                made.append(Statement(st.name, "neg", linear[1:]))
+            elif st.op in ("neg", "scale", "add", "sub") or (
+                (st.op == "mul" and not all(stateful)) or (st.op in ("div", "keep") and stateful == [True, False])
+            ):
+                made.append(Statement(st.name, st.op, linear, st.note))
+            else:
+                return None
+        following: list[tuple[str, str]] = []
+        for name, value in self.next:
+            if value not in part:  # nothing of the state goes on
+                made.append(Statement(f"{name}__gone", "scale", (name,), "0.0"))
+            following.append((name, part.get(value, f"{name}__gone")))
+        statements = (*self.before, *made)
+        return Body(self.carried, self.inputs, statements, tuple(following), ()) if self.diagonal else None
+
+    @cached_property
     def summed(self) -> frozenset[str]:
         """Dims that a statement sums over, or that are another dim elsewhere: no rank may have a part of them."""
         noted = (st.note for st in self.statements if st.op in WITH_LETTERS or st.op == RENAME)

@@ -10,6 +10,8 @@ it, or causal attention reads it, it is a zigzag (`ir.blocks`).
     their gradients                slice_backward    ->  shift by -1, by 0, with zeros
     roll(x, 1, 1)                  roll              ->  shift by -1, in a circle
     cumsum(x, 1)                   cumsum            ->  running_sum, and the other way in backward
+    flip(x, [1])                   flip              ->  mirror
+    scan(h, [x, ...], "h:...")     scan              ->  one in segments, of as many steps as a rank has
 
 Atoms that ops pass on are one class; a move ties two classes. Of those that are shorter by less than half, each
 element lies where the sequence has it; others stay as they are, and are gathered where they are read. Longer than 400
@@ -18,9 +20,8 @@ lines: moves, classes and the choice of a layout are steps of one walk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -29,12 +30,16 @@ from shardc.ir.blocks import Blocks, truncated, zigzag
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.mirror import MIRROR
 from shardc.ir.ops.running_sum import RUNNING_SUM
+from shardc.ir.ops.scan import SCAN
 from shardc.ir.ops.shift import SHIFT
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.atomize import linked_gradients
+from shardc.passes.sharding.divide_scans import divide_scans
+from shardc.passes.sharding.row_moves import MOVES, Move, of_whole, shifted
 from shardc.plan.context import Balance
 from shardc.rules.projection import overlay, project, result_types
 from shardc.rules.registry import find_rule, rule_of
@@ -56,6 +61,7 @@ class ShardedSequence:
     balanced: bool = True  # may it be a zigzag?
     text: str = ""  # the annotation, for findings
     location: str | None = None
+    chunk: int = 0  # how many of its rows a rank has
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class FindSequences(Pass):
             return graph
         _reversed_sums(graph)
         wanted = self.balance == "zigzag" or (self.balance == "auto" and any(map(_is_causal, graph.calls())))
-        if not (wanted or any(node.target in {*_MOVES, *_SUMS} for node in graph.calls())):
+        if not (wanted or any(node.target in {*MOVES, *_SUMS, SCAN} for node in graph.calls())):
             return graph
         classes = _Classes(graph)
         for axis in dict.fromkeys(s.axis for s, _ in known):
@@ -151,73 +157,8 @@ def result_slots(node: fx.Node) -> list[Slot]:
     return [(node, i) if value is None else value for i, value in zip(declared, results(node), strict=True)]
 
 
-# ------------------------------------------------------------------------------------------------------ moves
-@dataclass(frozen=True)
-class _Move:
-    """`y[i] = x[i + offset]` for i below `length`, along a dim; elsewhere `fill`, or the other end of x."""
-
-    x: fx.Node
-    dim: int
-    offset: int
-    length: int
-    fill: float = 0.0
-    wrap: bool = False
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.x, self.dim, self.offset, self.length, float(self.fill), self.wrap
-
-    def after(self, first: _Move) -> _Move | None:
-        """This one on the result of another, as one of that one's operand; None where it is more than one."""
-        size = type_of(first.x).shape[first.dim]
-        if self.dim != first.dim or self.wrap or first.wrap:
-            return None
-        inside = self.offset >= 0 and self.offset + self.length <= first.length
-        # All of the operand, with the same fill about it: what this one takes from beyond is that fill too.
-        embeds = first.offset <= 0 and size - first.offset <= first.length and first.fill == self.fill
-        if not inside and not embeds:
-            return None
-        return replace(first, offset=first.offset + self.offset, length=self.length)
-
-
-def _slice(node: fx.Node) -> _Move | None:
-    args = given(node)
-    x, step = args["self"], args.get("step", 1)
-    dim = args.get("dim", 0) % type_of(x).ndim
-    start, end, _ = slice(args.get("start"), args.get("end"), 1).indices(type_of(x).shape[dim])
-    return _Move(x, dim, start, max(end - start, 0)) if step == 1 else None
-
-
-def _slice_backward(node: fx.Node) -> _Move | None:
-    args = given(node)
-    dim = args["dim"] % len(args["input_sizes"])
-    size = args["input_sizes"][dim]
-    start, _, _ = slice(args["start"], args["end"], 1).indices(size)
-    return _Move(args["grad_output"], dim, -start, size) if args["step"] == 1 else None
-
-
-def _pad(node: fx.Node) -> _Move | None:
-    args = given(node)
-    x, pad = args["self"], args["pad"]
-    padded = [i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
-    if len(padded) != 1:
-        return None
-    (i,) = padded
-    dim = type_of(x).ndim - 1 - i
-    length = type_of(x).shape[dim] + pad[2 * i] + pad[2 * i + 1]
-    return _Move(x, dim, -pad[2 * i], length, args.get("value", 0.0))
-
-
-def _roll(node: fx.Node) -> _Move | None:
-    args = given(node)
-    x, shifts, dims = args["self"], args["shifts"], args.get("dims") or []
-    if len(dims) != 1:
-        return None
-    dim = dims[0] % type_of(x).ndim
-    return _Move(x, dim, -int(shifts[0]), type_of(x).shape[dim], wrap=True)
-
-
-_SUMS = (aten.cumsum.default, RUNNING_SUM)
+# ------------------------------------------------------------------------------------------------------ sums
+_SUMS = (aten.cumsum.default, RUNNING_SUM, aten.flip.default)
 
 
 def _reversed_sums(graph: Graph) -> None:
@@ -237,19 +178,6 @@ def _reversed_sums(graph: Graph) -> None:
     graph.erase_dead()
 
 
-def _shift(node: fx.Node) -> _Move | None:
-    return _Move(*node.args)  # type: ignore[arg-type]
-
-
-_MOVES: dict[Any, Callable[[fx.Node], _Move | None]] = {
-    aten.slice.Tensor: _slice,
-    aten.slice_backward.default: _slice_backward,
-    aten.constant_pad_nd.default: _pad,
-    aten.roll.default: _roll,
-    SHIFT: _shift,
-}
-
-
 # --------------------------------------------------------------------------------------------- one axis's sequences
 @dataclass
 class _Family:
@@ -259,7 +187,7 @@ class _Family:
     classes: _Classes
     roots: dict[Place, ShardedSequence]
     balance: Balance
-    moves: dict[fx.Node, _Move] = field(default_factory=dict[fx.Node, _Move])
+    moves: dict[fx.Node, Move] = field(default_factory=dict[fx.Node, Move])
     lengths: dict[Place, int] = field(default_factory=dict[Place, int])
 
     def __post_init__(self) -> None:
@@ -285,20 +213,22 @@ class _Family:
     def _near(self, length: int) -> bool:
         return 2 * length > self.base
 
-    def _candidate(self, node: fx.Node) -> Iterator[_Move]:
+    def _candidate(self, node: fx.Node) -> Iterator[Move]:
         """What a call does, if it moves rows and both of its ends are of nearly the length of the sequence."""
-        read = _MOVES.get(node.target)
-        if read is None or type_of(node).ragged:
-            return
-        move = read(node)
+        move = of_whole(node, self._near) if node.target in MOVES and not type_of(node).ragged else None
         if move is not None and move.length < 2 * self.base:
             sizes = type_of(move.x).shape[move.dim], move.length
             if all(map(self._near, sizes)):
                 yield move
 
     def _sum_up(self) -> None:
-        """Running sums along the sequence, which ranks can take part by part."""
+        """Running sums along the sequence, which ranks can take part by part, and rows in the other order."""
         for node in list(self.graph.calls()):
+            if node.target is aten.flip.default and len(given(node)["dims"]) == 1 and not type_of(node).ragged:
+                x, dim = given(node)["self"], given(node)["dims"][0] % type_of(node).ndim
+                end = _only(x, dim)
+                if end is not None and self.classes.of(end) in self.lengths:
+                    node.target, node.args, node.kwargs = MIRROR, (x, dim), {}
             if node.target is not aten.cumsum.default or type_of(node).ragged:
                 continue
             args = given(node)
@@ -307,8 +237,15 @@ class _Family:
             if end is not None and self.classes.of(end) in self.lengths and type_of(x).dtype == type_of(node).dtype:
                 node.target, node.args, node.kwargs = RUNNING_SUM, (x, dim, False), {}
 
+    def _is_along(self, value: fx.Node, dim: int) -> bool:
+        """Is a dim the sequence, from its first row to its last?"""
+        end = _only(value, dim)
+        return end is not None and self.classes.of(end) in self.lengths and self._length(end) == self.base
+
     def write(self) -> None:
         self._sum_up()
+        first = next(iter(self.roots.values()))
+        divide_scans(self.graph, self._is_along, first.chunk or -(-first.length // first.ranks))
         for node, move in self.moves.items():
             node.target, node.args, node.kwargs = SHIFT, move.args, {}
         for node in self.moves:
@@ -411,9 +348,9 @@ def _plain_projection(node: fx.Node) -> frozenset[int]:
 
 def _fold(node: fx.Node) -> None:
     """A move of what another one has moved, as one; a move that moves nothing goes."""
-    move = _shift(node)
+    move = shifted(node)
     while move is not None and move.x.target is SHIFT:
-        joined = move.after(_shift(move.x))  # type: ignore[arg-type]
+        joined = move.after(shifted(move.x))  # type: ignore[arg-type]
         if joined is None:
             break
         move = joined

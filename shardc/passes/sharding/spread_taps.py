@@ -1,4 +1,4 @@
-"""spread_taps: a depthwise convolution along a sequence as a sum over the taps of its kernel, of rows shifted by each.
+"""spread_taps: a convolution along a sequence as a sum over the taps of its kernel, of rows shifted by each.
 
 Needs: unplaced types of one atom a dim. Ensures: nothing but that values are equal up to rounding.
 
@@ -6,54 +6,72 @@ Needs: unplaced types of one atom a dim. Ensures: nothing but that values are eq
 
 becomes the sum of `w[:, :, j] * shift(x, j - 3)`. A rank of an axis that shards the sequence then fetches three rows
 for all of its own, wherever they lie (`passes.sharding.find_sequences`): the ranks before may have fewer, or the
-sequence may be a zigzag. Only calls on a dim as long as an annotated sequence are rewritten. The gradients of x and w
-are such sums too, with the rows shifted back.
+sequence may be a zigzag. Only calls on a dim as long as an annotated sequence are rewritten, also where it is padded by
+hand. The gradients of x and w are such sums too, with the rows shifted back.
+
+Of a convolution that is not depthwise each tap is one of a single tap, a product. With as much padding on both sides it
+stays as it is, unless the sequence may become a zigzag: ranks then fetch the rows on both sides (`rules.halo`). Rows
+that are put behind others become moves too (`join_rows`).
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, results, type_of
+from shardc.ir.graph import Graph, info, results, set_info, type_of
+from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.shift import SHIFT
 from shardc.ir.schema import given
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import Emit
+from shardc.passes.sharding.join_rows import join_rows
+from shardc.plan.context import Balance
 
 aten = torch.ops.aten
 SPACE = 2  # the dim of a sequence in a convolution's input
+MOST_TAPS = 32  # of a convolution that is a product for each
 
 
 @dataclass(frozen=True)
 class SpreadTaps(Pass):
-    """Rewrite depthwise convolutions along dims of these lengths."""
+    """Rewrite convolutions along dims of these lengths, which may be zigzags by `balance`."""
 
     lengths: frozenset[int] = frozenset()
+    balance: Balance = "none"
 
     def run(self, graph: Graph) -> Graph:
         if not self.lengths:
             return graph
+        causal = (n.target in (SDPA, SDPA_BWD) and bool(given(n).get("causal")) for n in graph.calls())
+        turned = self.balance == "zigzag" or (self.balance == "auto" and any(causal))
         for node in list(graph.calls()):
             if not node.users:
                 continue
-            if node.target is aten.convolution.default and self._fits(node, "input"):
+            if node.target is aten.convolution.default and self._fits(node, turned):
                 _forward(graph, node)
-            elif node.target is aten.convolution_backward.default and self._fits(node, "input"):
+            elif node.target is aten.convolution_backward.default and self._fits(node, turned):
                 _backward(graph, node)
             elif node.target is aten.sum.dim_IntList:
                 self._sum(node)
+        join_rows(graph, self.lengths)
         graph.erase_dead()
         return graph
 
-    def _fits(self, node: fx.Node, name: str) -> bool:
+    def _fits(self, node: fx.Node, turned: bool) -> bool:
         args = given(node)
-        x, weight = type_of(args[name]).shape, type_of(args["weight"]).shape
-        depthwise = len(weight) == SPACE + 1 and weight[1] == 1 and args["groups"] == weight[0] == x[1]
-        return depthwise and args["stride"] == [1] and not args["transposed"] and x[SPACE] in self.lengths
+        weight = type_of(args["weight"]).shape
+        if len(weight) != SPACE + 1 or args["stride"] != [1] or args["transposed"]:
+            return False
+        kernel = _Kernel.of(node)
+        if type_of(kernel.x).shape[SPACE] not in self.lengths:
+            return False
+        around = kernel.x is args["input"] and kernel.length == type_of(kernel.x).shape[SPACE]
+        return kernel.depthwise or (1 < kernel.taps <= MOST_TAPS and (turned or not around))
 
     def _sum(self, node: fx.Node) -> None:
         """A sum over what was padded with zeros is the sum over what they were put about."""
@@ -72,33 +90,62 @@ class SpreadTaps(Pass):
 class _Kernel:
     """The taps of a convolution: the j-th reads row `i + j * dilation - padding` for the result's row i."""
 
+    x: fx.Node
     taps: int
     dilation: int
     padding: int
+    length: int  # of the result
+    groups: int
+    depthwise: bool
+    by_hand: int  # how much of the padding in front is no padding of the call
 
     @staticmethod
     def of(node: fx.Node) -> _Kernel:
         args = given(node)
-        return _Kernel(type_of(args["weight"]).shape[SPACE], args["dilation"][0], args["padding"][0])
+        x, by_hand = _unpadded(args["input"])
+        weight, dilation, padding = type_of(args["weight"]).shape, args["dilation"][0], args["padding"][0]
+        length = type_of(args["input"]).shape[SPACE] + 2 * padding - (weight[SPACE] - 1) * dilation
+        depthwise = weight[1] == 1 and args["groups"] == weight[0] == type_of(x).shape[1]
+        return _Kernel(x, weight[SPACE], dilation, padding + by_hand, length, args["groups"], depthwise, by_hand)
 
     def reads(self, tap: int) -> int:
         return tap * self.dilation - self.padding
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """Of a convolution with one tap."""
+        return [1], [0], [1], False, [0], self.groups
+
+
+def _unpadded(x: fx.Node) -> tuple[fx.Node, int]:
+    """What zeros are put about, along a sequence alone; and how many of them are in front."""
+    if x.target is not aten.constant_pad_nd.default:
+        return x, 0
+    args = given(x)
+    front, behind, *others = args["pad"]
+    if args.get("value", 0) != 0 or any(others) or front < 0 or behind < 0 or type_of(x).ndim != SPACE + 1:
+        return x, 0
+    return args["self"], front
 
 
 def _forward(graph: Graph, node: fx.Node) -> None:
     args, kernel = given(node), _Kernel.of(node)
     if args.get("bias") is not None:
         return
-    x, weight, window = args["input"], args["weight"], _window(node)
+    x, weight, window = kernel.x, args["weight"], _window(node, type_of(kernel.x).shape[SPACE])
     if window is None:
         return
     start, length, cuts = window
     e = Emit(graph, node)
     with graph.fx.inserting_before(node):
-        rows, scale, total = e.wide(x), e.wide(weight), None
+        rows, scale, total = (e.wide(x), e.wide(weight), None) if kernel.depthwise else (x, weight, None)
         for j in range(kernel.taps):
             moved = e(SHIFT, rows, SPACE, start + kernel.reads(j), length, 0.0, False)
-            term = e.mul(moved, e(aten.select.int, scale, SPACE, j))
+            if kernel.depthwise:
+                term = e.mul(moved, e(aten.select.int, scale, SPACE, j))
+            else:
+                tap = e(aten.slice.Tensor, scale, SPACE, j, j + 1)
+                term = e.wide(e(aten.convolution.default, moved, tap, None, *kernel.options))
             total = term if total is None else e.add(total, term)
         assert total is not None
         y = e.cast(total, type_of(node).dtype)
@@ -117,11 +164,10 @@ def _forward(graph: Graph, node: fx.Node) -> None:
             cut.replace_all_uses_with(e.add(y, other))
 
 
-def _window(node: fx.Node) -> tuple[int, int, list[fx.Node] | None] | None:
+def _window(node: fx.Node, rows: int) -> tuple[int, int, list[fx.Node] | None] | None:
     """Which rows of a convolution are read: all of as many as the input has, or those of one section; and who cuts."""
-    args = given(node)
     length = type_of(node).shape[SPACE]
-    if length == type_of(args["input"]).shape[SPACE]:
+    if length <= rows:
         return 0, length, None
     cuts: list[fx.Node] = []
     for user in node.users:
@@ -149,8 +195,9 @@ def _window(node: fx.Node) -> tuple[int, int, list[fx.Node] | None] | None:
 
 def _backward(graph: Graph, node: fx.Node) -> None:
     args, kernel = given(node), _Kernel.of(node)
-    gradient, x, weight, mask = (args[name] for name in ("grad_output", "input", "weight", "output_mask"))
-    if mask[2]:
+    gradient, x, weight, mask = args["grad_output"], kernel.x, args["weight"], args["output_mask"]
+    of_x, of_weight, *_ = [*results(node), None, None] if mask[0] and mask[1] else _one_of(node, mask)
+    if mask[2] or (of_x is not None and kernel.x is not args["input"] and not _reads_back(of_x, kernel)):
         return
     start = 0
     if gradient.target is aten.slice_backward.default:
@@ -159,17 +206,25 @@ def _backward(graph: Graph, node: fx.Node) -> None:
             return
         start = slice(cut["start"], cut["end"], 1).indices(cut["input_sizes"][SPACE])[0]
         gradient = cut["grad_output"]
-    elif type_of(gradient).shape != type_of(x).shape:
+    elif type_of(gradient).shape[SPACE] > type_of(x).shape[SPACE]:
         return
     size, length = type_of(x).shape[SPACE], type_of(gradient).shape[SPACE]
-    of_x, of_weight, *_ = [*results(node), None, None] if mask[0] and mask[1] else _one_of(node, mask)
     e = Emit(graph, node)
     with graph.fx.inserting_before(node):
-        rows, g, scale = e.wide(x), e.wide(gradient), e.wide(weight)
+        rows, g, scale = (e.wide(x), e.wide(gradient), e.wide(weight)) if kernel.depthwise else (x, gradient, weight)
         total: fx.Node | None = None
         parts: list[Any] = []
         for j in range(kernel.taps):
             moved = kernel.reads(j) + start
+            if not kernel.depthwise:
+                read = e(SHIFT, rows, SPACE, moved, length, 0.0, False)
+                tap = e(aten.slice.Tensor, scale, SPACE, j, j + 1)
+                back, part = _one_tap(graph, e, g, read, tap, kernel, mask)
+                if back is not None:
+                    term = e.wide(e(SHIFT, back, SPACE, -moved, size, 0.0, False))
+                    total = term if total is None else e.add(total, term)
+                parts += [] if part is None else [part]
+                continue
             if of_x is not None:
                 term = e.mul(e(SHIFT, g, SPACE, -moved, size, 0.0, False), e(aten.select.int, scale, SPACE, j))
                 total = term if total is None else e.add(total, term)
@@ -177,10 +232,48 @@ def _backward(graph: Graph, node: fx.Node) -> None:
                 part = e.sum(e.mul(g, e(SHIFT, rows, SPACE, moved, length, 0.0, False)), [0, SPACE])
                 parts.append(e.view(part, [*type_of(weight).shape[:SPACE], 1]))
         if of_x is not None and total is not None:
-            of_x.replace_all_uses_with(e.cast(total, type_of(of_x).dtype))
+            y = e.cast(total, type_of(of_x).dtype)
+            for value in [of_x] if kernel.x is args["input"] else list(of_x.users):
+                value.replace_all_uses_with(y)
         if of_weight is not None:
             joined = parts[0] if len(parts) == 1 else e(aten.cat.default, parts, SPACE)
             of_weight.replace_all_uses_with(e.cast(joined, type_of(of_weight).dtype))
+
+
+def _reads_back(of_x: fx.Node, kernel: _Kernel) -> bool:
+    """Is of the gradient of what was padded by hand nothing read but what lies between the zeros?"""
+    size = type_of(kernel.x).shape[SPACE]
+    for user in of_x.users:
+        if user.op != "call_function":
+            return False
+        args = given(user) if user.target in (aten.slice.Tensor, aten.constant_pad_nd.default) else {}
+        if user.target is aten.slice.Tensor:
+            start, end, step = slice(args.get("start"), args.get("end"), args.get("step", 1)).indices(
+                type_of(of_x).shape[SPACE]
+            )
+            between = (args.get("dim", 0) % (SPACE + 1), start, end - start, step) == (SPACE, kernel.by_hand, size, 1)
+        else:
+            pads = list(args.get("pad", ()))
+            between = pads[:1] == [-kernel.by_hand] and not any(pads[2:]) and type_of(user).shape[SPACE] == size
+        if not between:
+            return False
+    return True
+
+
+def _one_tap(
+    graph: Graph, e: Emit, g: fx.Node, read: fx.Node, tap: fx.Node, kernel: _Kernel, mask: list[bool]
+) -> tuple[fx.Node | None, fx.Node | None]:
+    """The gradients of a convolution with one tap: of the rows that it reads, and of the tap."""
+    types = (type_of(read) if mask[0] else None, type_of(tap) if mask[1] else None, None)
+    args = (g, read, tap, None, *kernel.options, [*mask[:2], False])
+    made = graph.call(aten.convolution_backward.default, args, like=e.at, type=None, results=types)
+    found: list[fx.Node | None] = [None, None]
+    for i, type in enumerate(types[:2]):
+        if type is not None:
+            value = graph.fx.call_function(operator.getitem, (made, i))
+            set_info(value, graph.info_like(e.at, made.target, type, f"{info(made).name}.{i}"))
+            found[i] = value
+    return found[0], found[1]
 
 
 def _one_of(node: fx.Node, mask: list[bool]) -> list[fx.Node | None]:
