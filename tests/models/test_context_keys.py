@@ -174,6 +174,35 @@ def test_learned_queries() -> None:
     exact(merged(shardc.compile(Learned(), torch.randn(4, 9, 16), plan=plan)))
 
 
+class Decoding(nn.Module):
+    """One token a row, and a cache that each row has filled to another length: its key and value are put into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        columns = torch.arange(keys.shape[2], device=x.device)
+        here = (columns == position[:, None])[:, None, :, None]
+        keys, values = torch.where(here, k, keys), torch.where(here, v, values)
+        seen = (columns <= position[:, None])[:, None, None]
+        o = F.scaled_dot_product_attention(q, keys, values, seen)
+        return self.o(o.transpose(1, 2).flatten(2)), keys, values
+
+
+@pytest.mark.parametrize("length", [64, 18])
+def test_decoding_with_a_cache_along_its_sequence(length: int) -> None:
+    cache = "dp, -, cp, -"
+    batch = {"x": torch.randn(4, 1, 16), "position": torch.tensor([0, 17, 5, 9])}
+    batch |= {"keys": torch.randn(4, 4, length, 4), "values": torch.randn(4, 4, length, 4)}
+    inputs = {"x": "dp, -, -", "position": "dp", "keys": cache, "values": cache}
+    program = shardc.compile(Decoding(), batch, plan={"mesh": "dp=2, cp=4", "inputs": inputs}, mode="eval")
+    exact(merged(program))
+    assert {c.kind for c in program.collectives()} == {"all_gather", "all_reduce"}
+    assert sum(c.bytes_per_rank for c in program.collectives()) < length * 4 * 4 * 4
+
+
 def test_an_encoder_and_a_decoder() -> None:
     """BART: the encoder attends along a sharded sequence, and the decoder's few rows to it."""
     import transformers as hf
