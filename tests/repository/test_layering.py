@@ -86,12 +86,12 @@ FLOORS: list[dict[str, str]] = [
         "shardc.passes": """
             __init__ accumulate attention_keys attention_rows base communication communication.bucket
             communication.causes communication.combine communication.overlap communication.report_gathers context
-            context.divide_attention context.merge_keys exchanged_rows fusion fusion.analysis fusion.analysis.access
-            fusion.analysis.constant_values fusion.analysis.iteration_space fusion.analysis.space_cache
-            fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms
-            fusion.clustering.cluster fusion.clustering.cluster_dag fusion.clustering.clustering
-            fusion.clustering.critical_collectives fusion.clustering.excluded fusion.clustering.fusion_graph
-            fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity
+            context.divide_attention context.merge_keys context.pack_parts exchanged_rows fusion fusion.analysis
+            fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
+            fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
+            fusion.clustering.batch_norms fusion.clustering.cluster fusion.clustering.cluster_dag
+            fusion.clustering.clustering fusion.clustering.critical_collectives fusion.clustering.excluded
+            fusion.clustering.fusion_graph fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity
             fusion.clustering.producer_inlining fusion.clustering.rematerialize fusion.clustering.repair fusion.emit
             fusion.emit.emit fusion.emit.kernel_builder fusion.fuse fusion.lowering fusion.lowering.activations
             fusion.lowering.common fusion.lowering.concat_slice fusion.lowering.functions
