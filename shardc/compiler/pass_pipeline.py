@@ -24,6 +24,7 @@ from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
+from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
@@ -105,6 +106,7 @@ def body_passes(
         options.recompute,
         Localize(),
         OnlineSoftmax(options.hardware),
+        PackParts(options.hardware),
     ]
 
 

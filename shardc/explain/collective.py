@@ -22,13 +22,12 @@ from shardc.explain.halo import INHERENT, explained_by_rows, halo_trails
 from shardc.explain.plan_edits import propose
 from shardc.explain.provenance import Step, Trail, trails
 from shardc.explain.ring import INHERENT as RING
-from shardc.explain.ring import MERGED, PUT_IN, ring_trails
+from shardc.explain.ring import MERGED, MERGES, PUT_IN, ring_trails
 from shardc.explain.what_if import Change, Cost, compiled, measure, removals
 from shardc.ir.collectives import Collective, bucket_of, collective, human_bytes, member, members
 from shardc.ir.diagnostic import did_you_mean, error
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.hardware import Hardware
-from shardc.ir.ops.attention_keys import MERGE_LSE
 from shardc.ir.ops.exchange import EXCHANGES, ROW_MOVES
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
@@ -165,7 +164,7 @@ def _ring(program: Program, target: Collective, moved: fx.Node) -> Explanation:
     )
     about = info(moved)
     divided = _divided(program, moved)
-    inherent = MERGED if moved.target is MERGE_LSE else RING
+    inherent = MERGED if moved.target in MERGES else RING
     return Explanation(target, about.fqn, about.source_text, found, (), 0, 0, (), inherent, attention=divided)
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from shardc.explain.provenance import Trail, step
 from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.graph import Graph, info, op_name, type_of
-from shardc.ir.ops.attention_keys import MERGE_LSE, WEIGH_PART
+from shardc.ir.ops.attention_keys import MERGE_LSE, MERGE_PARTS, SPLIT_PARTS, WEIGH_PART
 from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SDPA_ROWS_BWD, SUM_KEYS
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
@@ -19,15 +19,16 @@ from shardc.passes.communication.causes import Causes, as_named
 INHERENT = "each row attends to the keys of all ranks; another strategy of `context` sends them, or heads, otherwise"
 MERGED = "each row attends to the keys of all ranks: `context: {keys: all_gather}` sends them instead"
 MOVED = (NEXT_KEYS, REACH_ROWS, REACH_SUM)
-PUT_IN = (*MOVED, MERGE_LSE)  # the collectives explained here
+MERGES = {MERGE_LSE: WEIGH_PART, MERGE_PARTS: SPLIT_PARTS}  # and what reads them
+PUT_IN = (*MOVED, *MERGES)  # the collectives explained here
 BETWEEN = (*MOVED, SUM_KEYS)  # what stands between two steps of a ring
 RING = (*SO_FAR, *BETWEEN)
 
 
 def attention_of(moved: fx.Node) -> fx.Node:
     """The last step of the ring that reads what has moved a place, or the merge that reads log-sums."""
-    if moved.target is MERGE_LSE:
-        return next(user for user in moved.users if user.target is WEIGH_PART)
+    if moved.target in MERGES:
+        return next(user for user in moved.users if user.target is MERGES[moved.target])
     node = moved
     while node.target in BETWEEN:
         node = next(iter(node.users))
@@ -47,7 +48,7 @@ def ring_trails(graph: Graph, moved: fx.Node) -> list[Trail]:
     call = nodes.get(about.name) or (nodes.get(about.origin.of) if about.origin is not None else None)
     if call is None:
         return []
-    merges = moved.target is MERGE_LSE
+    merges = moved.target in MERGES
     causes, key, gradient = Causes(graph), given(call)["k"], last.target is SDPA_ROWS_BWD
     dim = type_of(key).ndim - 2
     first = sum(map(len, type_of(key).dims[:dim]))

@@ -4,8 +4,14 @@
     %lse         = merge_lse(%sums, [a])
     %o, %lse'    = weigh_part(%part, %sums, %lse)   |sum a, and whole
 
-A part says of itself that it is pending by `softmax` over the axes of its keys. Only the two calls of its merge read
-it, so that none is left out, taken for a sum, or weighed by another's log-sums.
+or, in one meeting:
+
+    %packed      = pack_part(%part, %sums)          |softmax a
+    %merged      = merge_parts(%packed, [a])
+    %o, %lse     = split_parts(%merged)
+
+A part says of itself that it is pending by `softmax` over the axes of its keys. Only the calls of its merge read it, so
+that none is left out, taken for a sum, or weighed by another's log-sums.
 """
 
 from __future__ import annotations
@@ -17,9 +23,9 @@ from torch import fx
 
 from shardc.ir.graph import Graph, info, producer, results, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.attention_keys import MERGE_LSE, SDPA_PART, WEIGH_PART
+from shardc.ir.ops.attention_keys import MERGE_LSE, MERGE_PARTS, PACK_PART, SDPA_PART, SPLIT_PARTS, WEIGH_PART
 from shardc.ir.schema import given
-from shardc.ir.types import Axes, TensorType
+from shardc.ir.types import Atom, Axes, TensorType
 
 SOFTMAX = "softmax"  # the kind of what is pending
 
@@ -33,13 +39,14 @@ def pending(type: TensorType, axes: Axes, kind: str) -> TensorType:
 def broken_parts(graph: Graph) -> list[str]:
     """The faults of all merges of a graph."""
     checks: dict[Any, Any] = {SDPA_PART: read_faults, MERGE_LSE: merge_faults, WEIGH_PART: weigh_faults}
+    checks |= {PACK_PART: pack_faults, MERGE_PARTS: merge_faults, SPLIT_PARTS: split_faults}
     calls = [(node, checks[node.target]) for node in graph.calls() if node.target in checks]
     lines = [f"%{info(node).name} {fault}" for node, check in calls for fault in check(node, _shown(node), graph.mesh)]
     strays = [v for v in graph.values() if SOFTMAX in dict(type_of(v).partial).values()]
     return lines + [
         f"%{info(v).name} is pending by {SOFTMAX}, and is no part of attention"
         for v in strays
-        if v.op != "call_function" or producer(v)[0].target is not SDPA_PART
+        if v.op != "call_function" or producer(v)[0].target not in (SDPA_PART, PACK_PART)
     ]
 
 
@@ -61,16 +68,51 @@ def read_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: 
         f"leaves %{info(value).name} to %{info(user).name if user.op != 'output' else 'an output'}, which is no merge"
         for value in node.users
         for user in value.users
-        if user.target not in (MERGE_LSE, WEIGH_PART)
+        if user.target not in (MERGE_LSE, WEIGH_PART, PACK_PART)
     ]
 
 
 def merge_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
-    """What is false of `merge_lse`."""
+    """What is false of `merge_lse` and `merge_parts`."""
     args = given(node)
-    return [*_not_of_part(args["x"], 1, mesh.resolve(args["axes"]), mesh)] or _unlike(
-        result_types, [pending(type_of(args["x"]), mesh.resolve(args["axes"]), "")]
-    )
+    x, axes = args["x"], mesh.resolve(args["axes"])
+    if node.target is MERGE_PARTS:
+        if x.target is not PACK_PART or len(x.users) > 1:
+            return [f"merges %{info(x).name}, which is not packed for it alone"]
+        wrong = [*_not_of_part(given(x)["o"], 0, axes, mesh)]
+    else:
+        wrong = [*_not_of_part(x, 1, axes, mesh)]
+    return wrong or _unlike(result_types, [pending(type_of(x), axes, "")])
+
+
+def packed(o: TensorType) -> TensorType:
+    """The type of a part with its log-sums behind its last dim."""
+    return TensorType(o.dtype, (*o.dims[:-1], (Atom(o.shape[-1] + 1),)), o.partial)
+
+
+def pack_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """What is false of `pack_part`: it takes a part and its log-sums, and is read by a merge alone."""
+    args = given(node)
+    o, lse = args["o"], args["lse"]
+    call = producer(o)[0] if o.op == "call_function" else o
+    if call.target is not SDPA_PART:
+        return [f"packs %{info(o).name}, which is no part of attention"]
+    axes = mesh.resolve(given(call)["axes"])
+    wrong = [*_not_of_part(o, 0, axes, mesh), *_not_of_part(lse, 1, axes, mesh)]
+    if not wrong and producer(lse)[0] is not call:
+        wrong = [f"packs %{info(o).name} with the log-sums of %{info(producer(lse)[0]).name}"]
+    wrong += [f"leaves a part to {user.op}, which is no merge" for user in node.users if user.target is not MERGE_PARTS]
+    return wrong or _unlike(result_types, [packed(type_of(o))])
+
+
+def split_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """What is false of `split_parts`: it takes what is merged of a pack."""
+    x = given(node)["x"]
+    if x.target is not MERGE_PARTS or given(x)["x"].target is not PACK_PART:
+        return [f"splits %{info(x).name}, which is not merged"]
+    o, lse = (type_of(given(given(x)["x"])[name]) for name in ("o", "lse"))
+    axes = mesh.resolve(given(x)["axes"])
+    return _unlike(result_types, [pending(o, axes, ""), pending(lse, axes, "")])
 
 
 def weigh_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:

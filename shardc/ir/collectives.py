@@ -44,6 +44,7 @@ KINDS: dict[str, CollectiveKind] = {
     "shardc.mirror_rows": "permute",
     "shardc.next_keys": "permute",
     "shardc.merge_lse": "all_gather",
+    "shardc.merge_parts": "all_gather",
     "shardc.exchange_counts": "all_to_all",
     "shardc.dispatch_rows": "all_to_all",
     "shardc.combine_rows": "all_to_all",

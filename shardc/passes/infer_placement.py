@@ -28,13 +28,13 @@ from torch._ops import OpOverload
 
 from kernels_triton.generated.op import FUSED
 from kernels_triton.match.op import OPS as TEMPLATES
-from shardc.ir.attention_parts import SOFTMAX, merge_faults, weigh_faults
+from shardc.ir.attention_parts import SOFTMAX, merge_faults, pack_faults, split_faults, weigh_faults
 from shardc.ir.blocks import Blocks
 from shardc.ir.graph import info, operands, producer, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
-from shardc.ir.ops.attention_keys import MERGE_LSE, WEIGH_PART
+from shardc.ir.ops.attention_keys import MERGE_LSE, MERGE_PARTS, PACK_PART, SPLIT_PARTS, WEIGH_PART
 from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SUM_KEYS
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
@@ -566,9 +566,11 @@ _HANDLERS: Mapping[Any, _Handler] = {
     SUM_KEYS: summed_faults,
     **dict.fromkeys(BY_ROWS, _rows_faults),
     **dict.fromkeys(STANDS_FOR, _keys_faults),
-    MERGE_LSE: merge_faults,
+    **dict.fromkeys((MERGE_LSE, MERGE_PARTS), merge_faults),
     WEIGH_PART: weigh_faults,
     **dict.fromkeys(SCAN_PARTS, _scan_faults),
+    PACK_PART: pack_faults,
+    SPLIT_PARTS: split_faults,
     local.mask_pad: _masked,
     local.mask_blocks: _masked_blocks,
     local.axis_offset: _offset,

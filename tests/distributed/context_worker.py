@@ -1,5 +1,5 @@
 """What one rank of `test_context.py` does: `python context_worker.py CASE FOLDER`. A Llama reads text of this project,
-byte by byte, and its sequence lies over ranks."""
+byte by byte, and its sequence lies over ranks; or a BART, whose encoder's does."""
 
 import json
 import os
@@ -20,30 +20,42 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "cp4, ring": ("cp=4", {"context": "ring"}),
     "cp4, all_to_all": ("cp=4", {"context": {"attention": "all_to_all", "balance": "none"}}),
     "cp2 x tp2": ("cp=2, tp=2", {"params": TP}),
+    "keys, dp2 x cp2": ("dp=2, cp=2", {"context": {"keys": "merge"}}),
     "out2 x in2": ("out=2, in=2", {"context": "hierarchical", "storage": {"zero": 3, "axes": ["out", "in"]}}),
 }
 
 
-def model() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def model(case: str) -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    if case.startswith("keys"):
+        layers: Any = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+        heads: Any = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 256, "d_model": 32}
+        return BartForConditionalGeneration(BartConfig(**layers, **heads, dropout=0.0, use_cache=False))
     sizes: Any = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
 
 
-def batches() -> list[dict[str, Tensor]]:
+def batches(case: str) -> list[dict[str, Tensor]]:
     text = torch.frombuffer(bytearray(TEXT.read_bytes()[: STEPS * 2 * LENGTH]), dtype=torch.uint8).long()
-    return [{"input_ids": part, "labels": part} for part in text.view(STEPS, 2, LENGTH)]
+    parts = text.view(STEPS, 2, LENGTH)
+    if case.startswith("keys"):
+        decoded = [(part[:, :5].clone(), part[:, 1:6].clone()) for part in parts]
+        names = ("input_ids", "decoder_input_ids", "labels")
+        return [dict(zip(names, (part, *pair), strict=True)) for part, pair in zip(parts, decoded, strict=True)]
+    return [{"input_ids": part, "labels": part} for part in parts]
 
 
 def trained(case: str) -> list[float]:
     mesh, plan = PLANS[case]
-    made, data = model(), batches()
+    made, data = model(case), batches(case)
     optimizer = torch.optim.AdamW(made.parameters(), RATE)
     rows = "out.in" if "out" in mesh else "cp"
     inputs = {"input_ids": f"-, {rows}", "labels": f"-, {rows}"}
+    if case.startswith("keys"):
+        inputs = {"input_ids": "dp, cp", "decoder_input_ids": "dp", "labels": "dp"}
     program = shardc.compile(made, data[0], mesh=mesh, plan={"inputs": inputs, **plan}, optimizer=optimizer)
     with program.launch(timeout=60) as trainer:
         return [float(trainer.step(batch).loss) for batch in data]

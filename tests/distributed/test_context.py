@@ -1,4 +1,4 @@
-"""A Llama whose sequence lies over processes reads real text: the losses of plain PyTorch, step by step."""
+"""A model whose sequence lies over processes reads real text: the losses of plain PyTorch, step by step."""
 
 from pathlib import Path
 
@@ -15,10 +15,10 @@ WORKER = Path(__file__).parent / "context_worker.py"
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", context_worker.PLANS)
 def test_training_equals_eager(case: str, tmp_path: Path) -> None:
-    model = context_worker.model()
+    model = context_worker.model(case)
     optimizer = torch.optim.AdamW(model.parameters(), context_worker.RATE)
     losses: list[float] = []
-    for batch in context_worker.batches():
+    for batch in context_worker.batches(case):
         optimizer.zero_grad()
         loss = model(**batch).loss
         loss.backward()

@@ -258,6 +258,7 @@ def test_every_collective_is_known_to_the_simulator() -> None:
         "neighbour_rows",
         "next_keys",
         "merge_lse",
+        "merge_parts",
         *rows,
     }
     reading = ("shard_slice", "mask_pad", "axis_offset", "slice_blocks", "mask_blocks", "halo", "halo_sum")

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import shardc
 from shardc.ir.text import print_graph
+from shardc.passes.type_check import type_faults
+from tests.models.test_context import Attention
 
 
 class Cross(nn.Module):
@@ -91,3 +93,12 @@ def test_draws_with_a_dim_of_one_element(fuse: bool, balance: str) -> None:
     plan = {"mesh": "dp=2, cp=2", "inputs": {"x": "dp, cp, -"}, "context": {"balance": balance}, "fuse": fuse}
     x = torch.randn(4, 17, 4, dtype=torch.float64)
     assert shardc.compile(Channels().double(), {"x": x}, plan=plan).verify().ok
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all", "all_gather"])
+def test_types_of_an_evaluation_are_true(strategy: str) -> None:
+    """Nobody reads the log-sums of attention then."""
+    plan = {"mesh": "cp=2", "inputs": {"x": "-, cp, -"}, "context": strategy}
+    program = shardc.compile(Attention(4, 2, 4), torch.randn(2, 10, 16), plan=plan, mode="eval")
+    assert program.verify().ok
+    assert not type_faults(program.body)

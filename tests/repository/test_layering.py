@@ -21,27 +21,15 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.ir": """
-<<<<<<< HEAD
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
             collectives default_device derive_provenance diagnostic dot files fold gc_pause graph hardware in_flight
             in_place index_operands layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention
-            ops.attention_keys ops.attention_sums ops.attention_rows ops.attention_tiles ops.buckets
-            ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity
-            ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear
-            ops.local ops.running_sum ops.scan ops.scan_body ops.scan_steps ops.shift ops.softmax ops.squares
+            ops.attention_keys ops.attention_rows ops.attention_tiles ops.buckets ops.channel_sums ops.check_index
+            ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts ops.fused_attention
+            ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local ops.mirror
+            ops.running_sum ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares
             ops.streams ops.windows overlap overlap_schedule parse placement plain program provenance python schema
             storages text trees types verify version
-=======
-            __init__ account annotation arena attention_rings blocks buckets call_slots caller collectives
-            default_device derive_provenance diagnostic dot files fold gc_pause graph hardware in_flight in_place
-            index_operands layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention
-            ops.attention_rows ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc
-            ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped
-            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.running_sum ops.scan ops.scan_body
-            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.streams ops.windows overlap
-            overlap_schedule parse placement plain program provenance python schema storages text trees types verify
-            version
->>>>>>> h-scans
         """,
     },
     {
@@ -58,17 +46,17 @@ FLOORS: list[dict[str, str]] = [
         "shardc.schedule": """
             __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
             schedules.breadth_first schedules.dualpipe_v schedules.gpipe schedules.greedy schedules.interleaved
-            schedules.judge schedules.one_f_one_b schedules.registry schedules.spell schedules.within
-            schedules.zb_h1 schedules.zb_v timeline wait_graph
+            schedules.judge schedules.one_f_one_b schedules.registry schedules.spell schedules.within schedules.zb_h1
+            schedules.zb_v timeline wait_graph
         """,
     },
     {
         "kernels_triton.library": """
             __init__ checks kernels kernels.activation kernels.adamw kernels.arithmetic kernels.bucket
-            kernels.cross_entropy kernels.dropout kernels.functions kernels.group_norm kernels.moments
-            kernels.norm kernels.philox kernels.rope kernels.softmax kernels.special reference
-            reference.activation reference.adamw reference.cross_entropy reference.dropout reference.group_norm
-            reference.norm reference.rope reference.softmax reference.wide
+            kernels.cross_entropy kernels.dropout kernels.functions kernels.group_norm kernels.moments kernels.norm
+            kernels.philox kernels.rope kernels.softmax kernels.special reference reference.activation reference.adamw
+            reference.cross_entropy reference.dropout reference.group_norm reference.norm reference.rope
+            reference.softmax reference.wide
         """,
         "kernels_triton.transform": """
             __init__ broadcast_stores independent_outputs simplify strength_reduce unroll_dim
@@ -77,8 +65,8 @@ FLOORS: list[dict[str, str]] = [
     {
         "kernels_triton.ops": "__init__ activation adamw cross_entropy dropout group_norm norm registry rope softmax",
         "kernels_triton.codegen": """
-            __init__ addresses codegen column_sums compensated_mean expressions row_in_registers row_looped
-            schedules writer
+            __init__ addresses codegen column_sums compensated_mean expressions row_in_registers row_looped schedules
+            writer
         """,
     },
     {
@@ -92,66 +80,39 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
-        "shardc.plan": "__init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values",
+        "shardc.plan": """
+            __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values
+        """,
     },
     {
         "shardc.passes": """
-<<<<<<< HEAD
             __init__ accumulate attention_keys attention_rows base communication communication.bucket
             communication.causes communication.combine communication.overlap communication.report_gathers context
-            context.divide_attention context.merge_keys exchanged_rows fusion fusion.analysis fusion.analysis.access
-            fusion.analysis.constant_values fusion.analysis.iteration_space fusion.analysis.space_cache
-            fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms
-            fusion.clustering.cluster fusion.clustering.cluster_dag fusion.clustering.clustering
-            fusion.clustering.critical_collectives fusion.clustering.excluded fusion.clustering.fusion_graph
-            fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity fusion.clustering.producer_inlining
-            fusion.clustering.rematerialize fusion.clustering.repair fusion.emit fusion.emit.emit
-            fusion.emit.kernel_builder fusion.fuse fusion.lowering fusion.lowering.activations fusion.lowering.common
-            fusion.lowering.concat_slice fusion.lowering.functions fusion.lowering.group_norms
-            fusion.lowering.integers fusion.lowering.lower_op fusion.lowering.lowered_op
-            fusion.lowering.lowering_cache fusion.lowering.padding fusion.lowering.quotients
-            fusion.lowering.reductions fusion.lowering.softmaxes fusion.lowering.special fusion.lowering.unfused
-            gemm_padding halo_rows infer_placement infer_types memory memory.recompute memory.recompute_choice
-            memory.recompute_liveness normalize normalize.decompositions normalize.decompositions.batch_norm
-            normalize.decompositions.canonical normalize.decompositions.cross_entropy
-            normalize.decompositions.embedding_bag normalize.decompositions.indexing normalize.decompositions.losses
-            normalize.decompositions.masked_scatter normalize.decompositions.matmul
-            normalize.decompositions.reductions normalize.decompositions.table normalize.decompositions.weight_norm
-            normalize.dropped_rows normalize.group_experts normalize.imply_masks normalize.limit_experts
-            normalize.mask_positions normalize.normalize sharding sharding.assign sharding.atom_classes
-            sharding.atomize sharding.casts sharding.dispatch sharding.expert_modules sharding.find_blocks
-            sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.localize
-            sharding.lower_reshards sharding.propagate sharding.reshard_steps sharding.seed sharding.settle_partials
-            sharding.spread_taps sharding.store shifted_rows softmax softmax.online_softmax softmax.split_softmax
-            softmax.statistics type_check verify
-=======
-            __init__ accumulate attention_rows base communication communication.bucket communication.causes
-            communication.combine communication.overlap communication.report_gathers context context.divide_attention
-            exchanged_rows fusion fusion.analysis fusion.analysis.access fusion.analysis.constant_values
-            fusion.analysis.iteration_space fusion.analysis.space_cache fusion.analysis.traffic
-            fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms fusion.clustering.cluster
-            fusion.clustering.cluster_dag fusion.clustering.clustering fusion.clustering.critical_collectives
-            fusion.clustering.excluded fusion.clustering.fusion_graph fusion.clustering.memory_budget
-            fusion.clustering.numeric_sensitivity fusion.clustering.producer_inlining fusion.clustering.rematerialize
-            fusion.clustering.repair fusion.emit fusion.emit.emit fusion.emit.kernel_builder fusion.fuse
-            fusion.lowering fusion.lowering.activations fusion.lowering.common fusion.lowering.concat_slice
-            fusion.lowering.functions fusion.lowering.group_norms fusion.lowering.integers fusion.lowering.lower_op
-            fusion.lowering.lowered_op fusion.lowering.lowering_cache fusion.lowering.padding
-            fusion.lowering.quotients fusion.lowering.reductions fusion.lowering.softmaxes fusion.lowering.special
-            fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types memory memory.recompute
-            memory.recompute_choice memory.recompute_liveness normalize normalize.decompositions
+            context.divide_attention context.merge_keys context.pack_parts exchanged_rows fusion fusion.analysis
+            fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
+            fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
+            fusion.clustering.batch_norms fusion.clustering.cluster fusion.clustering.cluster_dag
+            fusion.clustering.clustering fusion.clustering.critical_collectives fusion.clustering.excluded
+            fusion.clustering.fusion_graph fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity
+            fusion.clustering.producer_inlining fusion.clustering.rematerialize fusion.clustering.repair fusion.emit
+            fusion.emit.emit fusion.emit.kernel_builder fusion.fuse fusion.lowering fusion.lowering.activations
+            fusion.lowering.common fusion.lowering.concat_slice fusion.lowering.functions fusion.lowering.group_norms
+            fusion.lowering.integers fusion.lowering.lower_op fusion.lowering.lowered_op fusion.lowering.lowering_cache
+            fusion.lowering.padding fusion.lowering.quotients fusion.lowering.reductions fusion.lowering.softmaxes
+            fusion.lowering.special fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types memory
+            memory.recompute memory.recompute_choice memory.recompute_liveness normalize normalize.decompositions
             normalize.decompositions.batch_norm normalize.decompositions.canonical
             normalize.decompositions.cross_entropy normalize.decompositions.embedding_bag
             normalize.decompositions.indexing normalize.decompositions.losses normalize.decompositions.masked_scatter
             normalize.decompositions.matmul normalize.decompositions.reductions normalize.decompositions.table
-            normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts
-            normalize.limit_experts normalize.normalize scan_parts sharding sharding.assign sharding.atom_classes
-            sharding.atomize sharding.casts sharding.dispatch sharding.divide_scans sharding.find_blocks
-            sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize
-            sharding.lower_reshards sharding.propagate sharding.reshard_steps sharding.row_moves sharding.seed
-            sharding.settle_partials sharding.spread_taps sharding.store
-            shifted_rows softmax softmax.online_softmax softmax.split_softmax softmax.statistics type_check verify
->>>>>>> h-scans
+            normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts normalize.imply_masks
+            normalize.limit_experts normalize.mask_positions normalize.normalize scan_parts sharding sharding.assign
+            sharding.atom_classes sharding.atomize sharding.casts sharding.dispatch sharding.divide_scans
+            sharding.expert_modules sharding.find_blocks sharding.find_sequences sharding.group_sums
+            sharding.insert_reshards sharding.join_rows sharding.localize sharding.lower_reshards sharding.propagate
+            sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps
+            sharding.store shifted_rows softmax softmax.online_softmax softmax.split_softmax softmax.statistics
+            type_check verify
         """,
     },
     {
@@ -173,8 +134,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.execute": """
-            __init__ arena batch body_code bucket_buffer data_parts executor failed_call index_check instructions layout
-            measured_timeline microbatches monitor overlap peer_groups prepared_code process_groups
+            __init__ arena batch body_code bucket_buffer data_parts executor failed_call index_check instructions
+            layout measured_timeline microbatches monitor overlap peer_groups prepared_code process_groups
             signal_wakeup stage_code step_epilogue transfers
         """,
     },

@@ -13,6 +13,10 @@ probabilities of its own, so the gradients of its keys and values, and a term of
 arXiv:2307.08691, 3.1.2). A row that sees none of a rank's keys has lse_i = -inf and the weight 0; one that sees no key
 at all yields 0.
 
+Where the sum is wanted at once, by all ranks alike, parts travel with their log-sums, and the group meets once:
+
+    x = pack_part(o_i, lse_i);  y = merge_parts(x);  o, lse = split_parts(y)
+
 `sdpa_keys` is `sdpa` on global tensors whose keys lie over `axes`; `localize` leaves none of it. Its result is in
 float32 where operands are halves, and so are parts, weights and their sum.
 """
@@ -96,6 +100,23 @@ def _merge_lse(lse: Tensor, axes: list[str]) -> Steps:
     return torch.logsumexp(every, 0)
 
 
+def _merge_parts(x: Tensor, axes: list[str]) -> Steps:
+    every = yield Exchange("all_gather", x.contiguous(), tuple(axes))
+    o, lse = every[..., :-1], every[..., -1]
+    total = torch.logsumexp(lse, 0)
+    weights = (lse - total.masked_fill(total == float("-inf"), 0.0)).exp().unsqueeze(-1)
+    return torch.cat([(o * weights).sum(0), total.unsqueeze(-1)], -1)
+
+
+def _split_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    o, lse = _split_parts_fake(x)
+    return o.copy_(x[..., :-1]), lse.copy_(x[..., -1])
+
+
+def _split_parts_fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    return attention.empty(x, *x.shape[:-1], x.shape[-1] - 1), x.new_empty(x.shape[:-1])
+
+
 # ---------------------------------------------------------------------- what a rank runs
 LIES = "str rows, str[] row_axes, str keys, str[] axes, int window=0"
 SDPA_PART = define(
@@ -121,6 +142,19 @@ WEIGH_PART = define(
     _weigh_part,
     lambda o, lse, every: (attention.empty(o, *o.shape), torch.empty_like(every)),
 )
+
+PACK_PART = define(
+    "pack_part(Tensor o, Tensor lse) -> Tensor",
+    lambda o, lse: torch.cat([o, lse.unsqueeze(-1)], -1),
+    lambda o, lse: o.new_empty((*o.shape[:-1], o.shape[-1] + 1)),
+)
+MERGE_PARTS = define(
+    "merge_parts(Tensor x, str[] axes) -> Tensor",
+    partial(run_collective, _merge_parts),
+    lambda x, axes: x.new_empty(x.shape),
+)
+COLLECTIVES[MERGE_PARTS] = _merge_parts
+SPLIT_PARTS = define("split_parts(Tensor x) -> (Tensor o, Tensor lse)", _split_parts, _split_parts_fake)
 
 
 def register_kernels(device: str, kernels: Kernels) -> None:

@@ -130,6 +130,10 @@ class _Call:
         reduced = rows * self.v.shape[-1] * number + (self._bytes(whole) if self.backward else 0)
         sent = (self.size - 1) * rows * number + (1 if self.rows else 2) * (self.size - 1) * reduced // self.size
         starts += 3 if self.backward else 2
+        output = rows * self.v.shape[-1] * number
+        more = (self.size - 1) * output - 2 * (self.size - 1) * output // self.size
+        if not self.rows and more <= self.hardware.start_bytes(self.axes):  # as `pack_parts` does
+            sent, starts = sent + more, starts - 1
         return Cost("merge", sent + moved, _micro(self._seconds(sent + moved, starts)))
 
     def _without(self, type: TensorType) -> TensorType:

@@ -75,11 +75,11 @@ class _Walk:
             return
         projection = project(node)
         split = split_of(node, projection)
+        if entry.localize is not None and split and info(node).type is None:
+            _place_unused(node, projection, split)
         with self.graph.fx.inserting_before(node):
             self._mask(node, entry, projection, split)
             _rewrite(self.graph, node, entry, projection, split)
-        if entry.localize is not None and split and info(node).type is None:
-            _place_unused(node, projection, split)
         self._follow(node, projection)
 
     def _mask(self, node: fx.Node, entry: OpRule, projection: Projection, split: dict[int, Axes]) -> None:
