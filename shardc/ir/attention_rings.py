@@ -30,7 +30,7 @@ from shardc.ir.schema import given
 from shardc.ir.types import Axes
 
 # Of each op, the arguments that have what steps before have found.
-SO_FAR: Mapping[Any, tuple[str, ...]] = {SDPA_ROWS: ("o", "lse"), SDPA_ROWS_BWD: ("dq", "dk", "dv")}
+SO_FAR: Mapping[Any, tuple[str, ...]] = {SDPA_ROWS: ("o", "lse"), SDPA_ROWS_BWD: ("dq", "dk", "dv", "dmask")}
 
 
 # What moves keys and gradients between steps, and what may read the result of each.
@@ -128,14 +128,19 @@ def _continues(
     step = given(node)["step"]
     before = order[order.index(step) - 1]
     for i, value in enumerate(so_far):
-        if node.target is SDPA_ROWS_BWD and i > 0 and given(node).get("window", 0):
+        travels = node.target is SDPA_ROWS_BWD and i in (1, 2)  # gradients of keys
+        if node.target is SDPA_ROWS_BWD and i == 3 and not given(node)["need_mask"]:
+            if value is not None:
+                return [f"continues %{info(value).name}, the gradient of a mask that needs none"]
+            continue
+        if travels and given(node).get("window", 0):
             if step != order[-1]:  # the gradients of what each rank has sent stay apart
                 if value is not None:
                     return [f"continues %{info(value).name}, the gradient of other keys"]
                 continue
             sources = _returned(value, node, order[:-1], axes, mesh)
         else:
-            places = int(node.target is SDPA_ROWS_BWD and i > 0)
+            places = int(travels)
             source, came = _travelled(value, axes, mesh) if value is not None and places else (value, places)
             sources = [(before, source)] if source is not None and came == places else []
         if not sources:
