@@ -818,11 +818,8 @@ def is_data_dependent(error: BaseException) -> bool:
 def hugging_face_patches(model: nn.Module) -> Generator[None]:
     """What keeps transformers' models from taking their slow path when they see fakes. No import if there is none.
 
-    Without values, the library cannot tell that position_ids are not those of packed sequences and builds a mask of
-    [B, 1, S, S]; we assume that they are not packed. And a training step has no use for a key-value cache.
+    A training step has no use for a key-value cache.
     """
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    find = getattr(masking, "find_packed_sequence_indices", None)
     configs: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -830,8 +827,6 @@ def hugging_face_patches(model: nn.Module) -> Generator[None]:
             configs[id(config)] = config
     dynamo: Any = sys.modules.get("torch._dynamo.config")
     nested = getattr(dynamo, "error_on_nested_fx_trace", None)
-    if find is not None:
-        masking.find_packed_sequence_indices = lambda position_ids: None  # pyright: ignore[reportUnknownLambdaType]
     for config in configs.values():
         config.use_cache = False
     if nested is not None:  # a torch.compile inside the model runs uncompiled
@@ -839,8 +834,6 @@ def hugging_face_patches(model: nn.Module) -> Generator[None]:
     try:
         yield
     finally:
-        if find is not None:
-            masking.find_packed_sequence_indices = find
         for config in configs.values():
             config.use_cache = True
         if nested is not None:

@@ -6,6 +6,14 @@
 Of the first line, both compute the same. A decoder whose attention is not causal by itself (PaliGemma's, which attends
 to a prefix in both directions) computes otherwise for batches without padding than for those with some. There the
 library is told what the mask holds, as in eager PyTorch: the answer is part of the program, and each step checks it.
+
+Positions that restart are of several sequences packed in a row, which do not see each other:
+
+    position_ids counted by the model     traced: no values, so maybe packed; eager: not packed, and no mask
+    position_ids that are given           whatever they hold, a mask of sequences
+
+Of the first line the library is told so. Within a sequence positions count up by one, so that which of two is the later
+is a matter of their places, as it is without packing: masks say that, and stay recognisable as causal, or as windows.
 """
 
 from __future__ import annotations
@@ -16,9 +24,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, fx, nn
+
+from shardc import torch_compat
 
 _SKIP, _TRACED = "_ignore_causal_mask_sdpa", "is_tracing"
+_FIND, _REMAP = "find_packed_sequence_indices", "remap_positions_for_packed_sequence"
+_WINDOW, _CAUSAL = "sliding_window_causal_mask_function", "causal_mask_function"
 
 
 @contextmanager
@@ -47,6 +59,53 @@ def masks_as_eager(model: nn.Module) -> Generator[None]:
         yield
     finally:
         setattr(library, _SKIP, skips)
+
+
+@contextmanager
+def packed_as_eager() -> Generator[None]:
+    """While a model is traced, packed sequences are those of positions that it is given."""
+    library: Any = sys.modules.get("transformers.masking_utils")
+    names = (_FIND, _REMAP, _WINDOW, _CAUSAL)
+    find, remap, window, causal = (getattr(library, name, None) for name in names)
+    if find is None:
+        yield
+        return
+    by_distance = [causal]  # masks that depend on nothing but how far two positions are apart
+
+    def found(position_ids: Tensor) -> Tensor | None:
+        return find(position_ids) if _is_given(position_ids) else None
+
+    def windowed(size: int) -> Any:
+        by_distance.append(window(size))
+        return by_distance[-1]
+
+    def remapped(mask: Any, position_ids: Tensor) -> Any:
+        return mask if mask in by_distance else remap(mask, position_ids)
+
+    patches = {_FIND: found, _REMAP: remapped, _WINDOW: windowed}
+    originals = {_FIND: find, _REMAP: remap, _WINDOW: window}
+    patches = {name: patch for name, patch in patches.items() if originals[name] is not None}
+    try:
+        for name, patch in patches.items():
+            setattr(library, name, patch)
+        yield
+    finally:
+        for name in patches:
+            setattr(library, name, originals[name])
+
+
+def _is_given(value: Tensor) -> bool:
+    """Is a value computed from an input of the trace?"""
+    node = torch_compat.node_of(value)
+    todo, seen = [node] if node is not None else [], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node.op == "placeholder":
+            return True
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    return False
 
 
 def _asking(frame: FrameType | None, modules: set[int]) -> nn.Module | None:

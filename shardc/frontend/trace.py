@@ -34,7 +34,7 @@ from shardc.frontend.experts_form import grouped
 from shardc.frontend.function_caches import forget, nodes_remembered
 from shardc.frontend.layer_drop import LayerDrop, patterns
 from shardc.frontend.library_experts import library_experts
-from shardc.frontend.library_masks import masks_as_eager
+from shardc.frontend.library_masks import masks_as_eager, packed_as_eager
 from shardc.frontend.local_mutation import rewritten
 from shardc.frontend.loop_notes import noting
 from shardc.frontend.loss_gradients import Hooks, gradients
@@ -226,6 +226,7 @@ class _Step:
             stack.enter_context(torch_compat.hugging_face_patches(self.model))
             stack.enter_context(torch_compat.unvalidated_distributions())
             stack.enter_context(masks_as_eager(self.model))
+            stack.enter_context(packed_as_eager())
             stack.enter_context(grouped(self.model))
             stack.enter_context(library_experts(self.model))
             self.loops = stack.enter_context(noting())

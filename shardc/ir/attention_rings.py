@@ -40,7 +40,7 @@ from shardc.ir.schema import given
 from shardc.ir.types import Axes
 
 # Of each op, the arguments that have what steps before have found.
-SO_FAR: Mapping[Any, tuple[str, ...]] = {SDPA_ROWS: ("o", "lse"), SDPA_ROWS_BWD: ("dq", "dk", "dv")}
+SO_FAR: Mapping[Any, tuple[str, ...]] = {SDPA_ROWS: ("o", "lse"), SDPA_ROWS_BWD: ("dq", "dk", "dv", "dmask")}
 
 
 # What moves keys and gradients between steps, and what may read the result of each.
@@ -140,7 +140,12 @@ def _continues(
     step, window = args["step"], args.get("window", 0)
     before = order[order.index(step) - 1]
     for i, value in enumerate(so_far):
-        if node.target is SDPA_ROWS_BWD and i > 0:
+        of_keys = node.target is SDPA_ROWS_BWD and i in (1, 2)
+        if node.target is SDPA_ROWS_BWD and i == 3 and not args["need_mask"]:
+            if value is not None:
+                return [f"continues %{info(value).name}, the gradient of a mask that needs none"]
+            continue
+        if of_keys:
             if step != order[-1]:  # gradients of keys are for the rank that has them, and wait for no step
                 if value is not None:
                     return [f"continues %{info(value).name}, the gradient of other keys"]

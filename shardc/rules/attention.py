@@ -81,8 +81,8 @@ def _register(forward: Any, backward: Any, *said: Any, ring: bool = False, by_ke
         examples=[
             ((2, 4, 6, 3), *plain, None, (2, 4, 6, 3), (2, 4, 6), False, None, False, False, *said),
             ((2, 4, 6, 8), *GROUPED, None, (2, 4, 6, 8), (2, 4, 6), True, 0.3, True, False, *said),
-            ((2, 4, 6, 3), *plain, (2, 1, 6, keys), (2, 4, 6, 3), (2, 4, 6), False, None, False, not ring, *said),
-            ((2, 4, 6, 8), *GROUPED, (4, 1, 6), (2, 4, 6, 8), (2, 4, 6), False, None, True, not ring, *said),
+            ((2, 4, 6, 3), *plain, (2, 1, 6, keys), (2, 4, 6, 3), (2, 4, 6), False, None, False, True, *said),
+            ((2, 4, 6, 8), *GROUPED, (4, 1, 6), (2, 4, 6, 8), (2, 4, 6), False, None, True, True, *said),
         ],
     )
     def sdpa_bwd(

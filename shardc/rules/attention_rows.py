@@ -188,28 +188,29 @@ def backward_by_rows(call: LocalCall) -> Any:
     if not rows.by_rows:
         return SDPA_BWD, (g, q, k, v, mask, o, lse, *options, *([rows.window] if rows.window else [])), {}
     if not rows.ring:
-        return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, None, None, None, *options, *rows.told(ALL_KEYS, True)), {}
+        return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, *[None] * 4, *options, *rows.told(ALL_KEYS, True)), {}
     dq: fx.Node | None = None
+    dmask: fx.Node | None = None
+    needed = args["need_mask"] and mask is not None
+    types = (*map(_wide, call.results[:3]), _wide(call.results[3]))
     if rows.window:
         parts: list[dict[int, fx.Node]] = [{}, {}]
         for places in rows.reach:
             keys, values = rows.came(k, places), rows.came(v, places)
-            arguments = (g, q, keys, values, mask, o, lse, dq, None, None, *options, *rows.told(places, False))
-            types = (_wide(call.results[0]), _wide(type_of(keys)), _wide(type_of(values)))
-            dq, parts[0][places], parts[1][places] = rows.stepped(
-                SDPA_ROWS_BWD, arguments, (*types, call.results[3]), 3
-            )
+            arguments = (g, q, keys, values, mask, o, lse, dq, None, None, dmask, *options, *rows.told(places, False))
+            of_keys = (types[0], _wide(type_of(keys)), _wide(type_of(values)), types[3])
+            dq, parts[0][places], parts[1][places], *more = rows.stepped(SDPA_ROWS_BWD, arguments, of_keys, 3 + needed)
+            dmask = more[0] if needed else None
         dk, dv = rows.back(parts[0], k), rows.back(parts[1], v)
-        return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, dq, dk, dv, *options, *rows.told(0, True)), {}
+        return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, dq, dk, dv, dmask, *options, *rows.told(0, True)), {}
     arrived: list[fx.Node] = []
-    types = (*map(_wide, call.results[:3]), *call.results[3:])
     size = call.graph.mesh.size(rows.axes)
     keys, values = rows.moved(k), rows.moved(v)
     for step in range(1, size):
         following = (rows.moved(keys), rows.moved(values)) if step < size - 1 else (k, v)
-        arguments = (g, q, keys, values, mask, o, lse, dq, None, None, *options, *rows.told(step, False))
-        dq, *found = rows.stepped(SDPA_ROWS_BWD, arguments, types, 3)
+        arguments = (g, q, keys, values, mask, o, lse, dq, None, None, dmask, *options, *rows.told(step, False))
+        dq, *found, dmask = (*rows.stepped(SDPA_ROWS_BWD, arguments, types, 3 + needed), *([] if needed else [None]))
         sums = [rows.summed(*pair) for pair in zip(found, arrived, strict=True)] if arrived else found
         arrived = [rows.moved(value) for value in sums]
         keys, values = following
-    return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, dq, *arrived, *options, *rows.told(0, True)), {}
+    return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, dq, *arrived, dmask, *options, *rows.told(0, True)), {}

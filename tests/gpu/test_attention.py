@@ -116,3 +116,28 @@ def test_the_gradient_of_a_mask() -> None:
     assert dmask.shape == mask.shape
     assert dmask.isfinite().all()
     assert dmask.any()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("window", "rows"), [(1, 40), (16, 200), (100, 250), (300, 250)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_window_means_what_its_mask_does(dtype: torch.dtype, window: int, rows: int, padded: bool) -> None:
+    """By blocks of rows, most of which are a kernel's with a mask; rows of padding see nothing."""
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(2, rows, h, 64).to(dtype).transpose(1, 2) for h in (4, 2, 2, 4))
+    i, j = torch.arange(rows)[:, None], torch.arange(rows)
+    seen = (j <= i) & (i - j < window)
+    keep = torch.ones(2, 1, 1, rows, dtype=torch.bool)
+    keep[0, ..., : rows // 3] = False
+    wide = [t.double() for t in (q, k, v, g)]
+    mask = seen & keep if padded else seen
+    o, lse = reference(*wide[:3], mask, False, None, True)
+    wants = reference_backward(wide[3], *wide[:3], mask, o, lse, False, None, True, False)[:3]
+    device = [t.cuda() for t in (q, k, v, g)]
+    told = keep.cuda() if padded else None
+    found, sums = SDPA(*device[:3], told, True, None, True, window)
+    back = SDPA_BWD(device[3], *device[:3], told, found, sums, True, None, True, False, window)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    assert error(found, o) < tolerance
+    for mine, want in zip(back[:3], wants, strict=True):
+        assert error(mine, want) < tolerance

@@ -81,7 +81,7 @@ def test_rows_by_all_keys_and_by_a_ring(
         with running(at(rank)):
             own, sums = SDPA_ROWS(parts[rank][0], k, v, None, None, None, *told)
             found = SDPA_ROWS_BWD(
-                parts[rank][3], parts[rank][0], k, v, None, own, sums, None, None, None,
+                parts[rank][3], parts[rank][0], k, v, None, own, sums, None, None, None, None,
                 causal, None, gqa, False, rows, ["cp"], ALL_KEYS, True,
             )  # fmt: skip
         results.append(own)
@@ -108,7 +108,7 @@ def test_rows_by_all_keys_and_by_a_ring(
             keys = parts[(rank - step) % 4][1:3]
             with running(at(rank)):
                 back[rank] = SDPA_ROWS_BWD(
-                    parts[rank][3], parts[rank][0], *keys, None, *steps[rank], *came[rank],
+                    parts[rank][3], parts[rank][0], *keys, None, *steps[rank], *came[rank], None,
                     causal, None, gqa, False, rows, ["cp"], step, step == 0,
                 )  # fmt: skip
     for i in range(3):

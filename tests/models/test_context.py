@@ -133,6 +133,22 @@ def test_hierarchical(name: str, length: int) -> None:
     exact(program)
 
 
+@pytest.mark.parametrize("balance", ["none", "zigzag"])
+@pytest.mark.parametrize("length", [16, 18])
+def test_two_axes_divide_two_factors_of_the_heads(length: int, balance: str) -> None:
+    """Two heads of keys along the first, two query heads of each along the second, where keys are gathered."""
+    context = {"attention": "all_to_all", "balance": balance}
+    plan = {"mesh": "out=2, in=2", "inputs": {"x": "-, out.in, -"}, "context": context}
+    program = shardc.compile(Attention(4, 2, 4), torch.randn(2, length, 16), plan=plan)
+    exact(program)
+    sent = [(c.kind, c.axes, c.bytes_per_rank) for c in program.collectives() if c.phase == "fwd"][:6]
+    keys = 2 * 2 * -(-length // 4) * 4 * 4  # of a rank: batch, heads, rows, width, bytes
+    assert sent.count(("all_gather", ("in",), keys)) == 2
+    assert {(kind, axes) for kind, axes, _ in sent} == {
+        ("all_to_all", ("in",)), ("all_to_all", ("out",)), ("all_gather", ("in",)),
+    }  # fmt: skip
+
+
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4"])
@@ -310,7 +326,7 @@ def _stay(program: Program) -> None:
 
 def _keep(program: Program) -> None:
     last = steps(program, SDPA_ROWS_BWD)[-1]
-    assert last.args[16] == 0
+    assert last.args[17] == 0
     last.args = (*last.args[:8], last.args[8].args[0], *last.args[9:])
 
 

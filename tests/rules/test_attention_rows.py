@@ -112,7 +112,22 @@ def all_keys(case: Case) -> tuple[list[Any], list[Any]]:
             poisoned[:, :, case.padding(rank)] = float("nan")
             forward.append((o, lse))
             grads = SDPA_ROWS_BWD(
-                gradient, queries, k, v, own, poisoned, lse, None, None, None, case.causal, None, True, False, *told
+                gradient,
+                queries,
+                k,
+                v,
+                own,
+                poisoned,
+                lse,
+                None,
+                None,
+                None,
+                None,
+                case.causal,
+                None,
+                True,
+                False,
+                *told,
             )
             backward.append(grads)
     return forward, backward
@@ -141,7 +156,7 @@ def ring(case: Case) -> tuple[list[Any], list[Any]]:
             _, keys, values, _ = parts[(rank - step) % size]
             with running(case.at(rank)):
                 backward[rank] = SDPA_ROWS_BWD(
-                    parts[rank][3], parts[rank][0], keys, values, masks[rank], *forward[rank], *came[rank],
+                    parts[rank][3], parts[rank][0], keys, values, masks[rank], *forward[rank], *came[rank], None,
                     case.causal, None, True, False, case.rows, case.axes, step, step == 0,
                 )  # fmt: skip
     return forward, backward

@@ -9,6 +9,7 @@ call of a ring takes what the steps before it have found, and adds its own:
     forward     o, lse     the softmax over the keys so far; o is wide until the last step
     backward    dq         so far, wide until the last step
                 dk, dv     of these keys, of the last step alone from the ranks that had them before
+                dmask      so far, of a mask with a gradient: a column a key
 
 `next_keys` is one step of the ring: the keys, or their gradients, of the rank before, or so many `places` before.
 Gradients of keys travel with the keys, as wide as sums are: `sum_keys` adds what a step has found to what has arrived
@@ -153,27 +154,43 @@ def _sdpa_rows_fake(
 def _sdpa_rows_bwd(
     kernels: Kernels,
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, causal: bool, scale: float | None, gqa: bool,
-    need_mask: bool, rows: str, axes: list[str], step: int, last: bool, window: int = 0,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dmask: Tensor | None,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool, rows: str, axes: list[str], step: int, last: bool,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     context = current()
     todo, keys = tiles_at(rows, axes, step, causal, context.mesh, context.coordinate, window)
-    assert step == ALL_KEYS or not need_mask, "the gradient of a mask is not summed along a ring"
     columns = _of_keys(mask, keys, step, k.shape[-2])
     *results, none = _sdpa_rows_bwd_fake(
-        g, q, k, v, mask, o, lse, dq, dk, dv, causal, scale, gqa, need_mask, rows, axes, step, last, window
+        g, q, k, v, mask, o, lse, dq, dk, dv, dmask, causal, scale, gqa, need_mask, rows, axes, step, last, window
     )
-    dmask = torch.zeros_like(columns, dtype=wide(q.dtype)) if need_mask and columns is not None else None
-    dq, dk, dv = attend_backward(kernels, todo, g, q, k, v, columns, o, lse, results, (dq, dk, dv), dmask, scale, gqa)
-    return dq, dk, dv, none if dmask is None else dmask.to(none.dtype)
+    its_mask = torch.zeros_like(columns, dtype=wide(q.dtype)) if need_mask and columns is not None else None
+    so_far = (dq, dk, dv)
+    dq, dk, dv = attend_backward(kernels, todo, g, q, k, v, columns, o, lse, results, so_far, its_mask, scale, gqa)
+    if its_mask is None or mask is None:
+        return dq, dk, dv, none
+    return dq, dk, dv, _with_columns(mask, dmask, its_mask, keys, step).to(none.dtype)
+
+
+def _with_columns(mask: Tensor, so_far: Tensor | None, part: Tensor, keys: Sequence[Run], step: int) -> Tensor:
+    """The gradient of a mask, with that of the keys of a step."""
+    total = torch.zeros_like(mask, dtype=part.dtype) if so_far is None else so_far.to(part.dtype, copy=True)
+    if step == ALL_KEYS or mask.shape[-1] == 1:
+        return total.add_(part)
+    for run in keys:
+        total.narrow(-1, run.start, run.extent).add_(part.narrow(-1, run.local, run.extent))
+    return total
 
 
 def _sdpa_rows_bwd_fake(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, causal: bool, scale: float | None, gqa: bool,
-    need_mask: bool, rows: str, axes: list[str], step: int, last: bool, window: int = 0,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dmask: Tensor | None,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool, rows: str, axes: list[str], step: int, last: bool,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dmask = mask.new_empty(mask.shape) if need_mask and mask is not None else q.new_empty(0)
+    none = q.new_empty(0, dtype=q.dtype if last else wide(q.dtype))
+    dtype = mask.dtype if last and mask is not None else wide(q.dtype)
+    dmask = mask.new_empty(mask.shape, dtype=dtype) if need_mask and mask is not None else none
     dq, dk, dv = (empty(t, *t.shape, dtype=t.dtype if last else wide(t.dtype)) for t in (q, k, v))
     return dq, dk, dv, dmask
 
@@ -243,8 +260,8 @@ SDPA_ROWS = define(
 )
 SDPA_ROWS_BWD = define(
     "sdpa_rows_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, Tensor? dq, Tensor? dk,"
-    " Tensor? dv, bool causal, float? scale, bool gqa, bool need_mask, str rows, str[] axes, int step, bool last,"
-    " int window=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    " Tensor? dv, Tensor? dmask, bool causal, float? scale, bool gqa, bool need_mask, str rows, str[] axes, int step,"
+    " bool last, int window=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     partial(_sdpa_rows_bwd, attention.REFERENCE),
     _sdpa_rows_bwd_fake,
 )
@@ -257,7 +274,7 @@ def register_kernels(device: str, kernels: Kernels) -> None:
 
 
 AXES_READ[SDPA_ROWS] = lambda *args: args[10]
-AXES_READ[SDPA_ROWS_BWD] = lambda *args: args[15]
+AXES_READ[SDPA_ROWS_BWD] = lambda *args: args[16]
 
 
 # ---------------------------------------------------------------------- what is asked for, on global tensors

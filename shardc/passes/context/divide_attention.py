@@ -7,7 +7,7 @@
 
 All of them are placements: of `sdpa` the rows are free, of `sdpa_ring` they lie as keys do, and of `sdpa_heads` they
 are whole along its axes, where the wishes of its log-sums are made to lie over heads. So what is sent follows from
-types, and each way is exact. A ring is for a sequence that attends to itself, and whose mask needs no gradient.
+types, and each way is exact. A ring is for a sequence that attends to itself.
 
 Needs the wishes of `propagate`; what `merge_keys` has taken is not its own. Ensures: attention says how it is divided,
 in forward and backward alike. `chosen` is what was chosen for each layer, and what each way costs: bytes that a rank
@@ -229,19 +229,17 @@ class Ways:
             return "its keys do not lie as its rows do"
         if not self._countable():
             return "axes divide an inner factor of its rows"
-        if any(given(call)["need_mask"] for call in self.backward):
-            return "its mask has a gradient"
         return ""
 
     def _heads(self, axes: Axes, name: str) -> Cost:
-        piece, size = self._piece(axes), self.mesh.size(axes)
-        moved = [self.q, self.o, *([self.k, self.v] if self._divides_keys(piece) else [])]
+        pieces, size = self._pieces(axes), self.mesh.size(axes)
+        whole, of_keys = self._keys(), self.mesh.size(self._of_keys(pieces))
         # Backward sends the result a second time, for the gradient of the weight that it meets, and gradients.
-        total = 2 * sum(self._share(type, self.axes) for type in moved) + self._share(self.o, self.axes)
-        sent, starts = total * (size - 1) // size, 2 * len(moved) + 1
-        if not self._divides_keys(piece):
-            sent += 3 * (size - 1) * self._keys()
-            starts += 6
+        moved = 2 * sum(self._share(type, self.axes) for type in (self.q, self.o)) + self._share(self.o, self.axes)
+        sent, starts = moved * (size - 1) // size, 5
+        gathered = size // of_keys
+        sent += 3 * (gathered - 1) * whole + 2 * gathered * whole * (of_keys - 1) // of_keys
+        starts += (6 if gathered > 1 else 0) + (4 if of_keys > 1 else 0)
         mask = self.args["mask"]
         if mask is not None and {*type_of(mask).axes} & {*axes}:
             sent += 2 * (size - 1) * type_of(mask).local_bytes(self.mesh)
@@ -249,7 +247,7 @@ class Ways:
         if not self.backward:
             sent, starts = sent // 2, starts // 2
         count = self._local(self.q, -3) if self.q.ndim > 2 else 1
-        why = "" if piece is not None else f"the heads of a rank, {count}, do not divide by {size}"
+        why = "" if pieces else f"the heads of a rank, {count}, do not divide by {size}"
         return Cost(name, sent, _micro(self._seconds(sent, starts, axes)), why)
 
     def _mixed(self) -> Cost:
@@ -260,12 +258,12 @@ class Ways:
         return Cost("hierarchical", heads.sent + ring.sent, heads.waits + ring.waits, heads.why or ring.why)
 
     # ------------------------------------------------------------------ heads
-    def _piece(self, axes: Axes) -> int | None:
-        """The piece of heads that axes can divide evenly: of key-value heads, or of the query heads of one."""
+    def _pieces(self, axes: Axes) -> dict[int, Axes]:
+        """The pieces of heads that axes can divide evenly, and which axes: key-value heads, or the query heads of each,
+        or, by the first axes and by the others, both. None if they cannot."""
         if self.q.ndim < 3:
-            return None
+            return {}
         projection = project(self.node)
-        size = self.mesh.size(axes)
 
         def pieces(operand: int, type: TensorType) -> list[tuple[int, int]]:
             before = sum(len(dim) for dim in type.dims[:-3])
@@ -274,10 +272,22 @@ class Ways:
 
         counts = dict([*pieces(1, self.k), *pieces(0, self.q)])  # key-value heads first
         blocked = {p for p in counts if p in projection.blocked or isinstance(projection.sizes[p], Blocks)}
-        return next((p for p, count in counts.items() if p not in blocked and count % size == 0), None)
+        free = {p: count for p, count in counts.items() if p not in blocked}
+        alone = {p: axes for p, count in free.items() if count % self.mesh.size(axes) == 0}
+        of_keys = projection.operands[1]
+        if not any(p in of_keys for p in alone):  # the first axes by key-value heads, so that fewer keys are gathered
+            found: dict[int, Axes] = {}
+            left = axes
+            for p, count in free.items():
+                if fits := [n for n in range(1, len(left) + 1) if count % self.mesh.size(left[:n]) == 0]:
+                    found[p], left = left[: fits[-1]], left[fits[-1] :]
+            if not left:
+                return found
+        return dict([*alone.items()][:1])
 
-    def _divides_keys(self, piece: int | None) -> bool:
-        return piece in project(self.node).operands[1]
+    def _of_keys(self, pieces: dict[int, Axes]) -> Axes:
+        """The axes that divide key-value heads; along the others keys are gathered."""
+        return tuple(axis for p, axes in pieces.items() if p in project(self.node).operands[1] for axis in axes)
 
     # ------------------------------------------------------------------ what is done
     def take(self, strategy: str) -> None:
@@ -295,13 +305,13 @@ class Ways:
             else:
                 call.target = SDPA_HEADS if forward else SDPA_HEADS_BWD
             call.args = (*told, list(heads), *([window] if window else []))
-        piece = self._piece(heads) if heads else None
+        divided = self._pieces(heads) if heads else {}
         value = self.lse if self.lse is not None else self.first
-        if piece is not None and value is not None:
+        if divided and value is not None:
             projection, type = project(self.node), type_of(value)
             pieces = projection.results[0 if value is self.first else 1]
             lies = [tuple(axis for axis in axes if axis not in heads) for axes in type.placement]
-            placement = [(*axes, *heads) if p == piece else axes for p, axes in zip(pieces, lies, strict=True)]
+            placement = [(*axes, *divided.get(p, ())) for p, axes in zip(pieces, lies, strict=True)]
             update(value, type=type.place(placement))
 
 
