@@ -63,8 +63,8 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", choices=(*RUNS, *OPTIONAL), default=list(RUNS))
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--steps", type=int, default=4, help="that are timed in a round")
-    parser.add_argument("--seconds", type=float, default=450, help="after which nothing new is begun")
+    parser.add_argument("--steps", type=int, default=3, help="that are timed in a round")
+    parser.add_argument("--seconds", type=float, default=400, help="after which nothing new is begun")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gpus", type=int, default=0, help="all of them by default; on the CPU, 4 processes")
     parser.add_argument("--tiny", action="store_true", help="a small model, which any machine can run")
@@ -154,7 +154,7 @@ class Measured:
                 asked = [INSTEAD[name], *asked] if name in INSTEAD and self.device.type == "cuda" else asked
             else:
                 runs[name], rows[name], times[name] = run, row, self.timed(run, setting.batch)
-                row |= {"first_round_ms": [round(1e3 * each, 3) for each in times[name]]}
+                row |= spent(tokens, times[name])
             self.say(row)
         for _ in range(self.asked.rounds - 1):
             for name, run in runs.items():
@@ -163,14 +163,7 @@ class Measured:
                 times[name] += self.timed(run, setting.batch)
         medians = {name: statistics.median(found) for name, found in times.items()}
         for name, run in runs.items():
-            found = times[name]
-            row = rows[name] | {
-                "median_ms": round(1e3 * medians[name], 3),
-                "min_ms": round(1e3 * min(found), 3),
-                "max_ms": round(1e3 * max(found), 3),
-                "steps": len(found),
-                "tokens_per_s": round(tokens / medians[name]),
-            }
+            row = rows[name] | spent(tokens, times[name])
             if not self.over():
                 row |= self.profiled(run, setting.batch)
             self.say(row)
@@ -250,6 +243,14 @@ class Measured:
         return dict(zip(kept, most.tolist(), strict=True)) | kinds
 
 
+def spent(tokens: int, found: Sequence[float]) -> dict[str, object]:
+    """Of the seconds of steps."""
+    median = statistics.median(found)
+    least, middle, most = (round(1e3 * each, 3) for each in (min(found), median, max(found)))
+    tokens_per_s = round(tokens / median)
+    return {"median_ms": middle, "min_ms": least, "max_ms": most, "steps": len(found), "tokens_per_s": tokens_per_s}
+
+
 def gap(found: Tensor, truth: Tensor) -> float:
     """Relative, by norms; where the found one is."""
     found, truth = (t.to(truth.device).double() for t in (found, truth))
@@ -276,25 +277,24 @@ def table(rows: Sequence[Mapping[str, object]]) -> list[str]:
         "| tokens | run | ms (least, most) | tokens/s | exposed ms | GiB | largest gap |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        if "median_ms" in row:
+    measured = {(row["tokens"], row["run"]): row for row in rows if "median_ms" in row or "failed" in row}
+    for row in measured.values():  # the last line of each
+        if "failed" in row:
+            cells = [f"failed: {row['failed']}", "", "", "", ""]
+        else:
             gaps = row["gaps"]
             assert isinstance(gaps, dict)
             worst = max(gaps.values(), key=lambda value: (value != value, value))
             about = f"{worst:.2g}{' WRONG' if wrong(row) else ''}"
-            spent = f"{row['median_ms']} ({row['min_ms']}, {row['max_ms']})"
-            cells = [spent, row["tokens_per_s"], row.get("exposed_ms", ""), row.get("peak_gib", ""), about]
-        elif "failed" in row:
-            cells = [f"failed: {row['failed']}", "", "", "", ""]
-        else:
-            continue
+            taken = f"{row['median_ms']} ({row['min_ms']}, {row['max_ms']})"
+            cells = [taken, row["tokens_per_s"], row.get("exposed_ms", ""), row.get("peak_gib", ""), about]
         lines.append("| " + " | ".join(str(cell) for cell in (row["tokens"], row["run"], *cells)) + " |")
+    said = {f"{row['tokens']} tokens: {row['attention']}" for row in measured.values() if "attention" in row}
+    lines += [line for each in sorted(said) for line in ("", each)]
     for row in rows:
-        if row.get("auto"):
-            lines += ["", f"{row['tokens']} tokens: {row['auto']}"]
         if isinstance(found := row.get("ratios"), dict):
             lines += ["", f"{row['tokens']} tokens: " + ", ".join(f"{key} {value}" for key, value in found.items())]
-    return list(dict.fromkeys(lines[2:])) and [*lines[:2], *dict.fromkeys(lines[2:])]
+    return lines
 
 
 if __name__ == "__main__":
