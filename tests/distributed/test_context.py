@@ -12,7 +12,7 @@ WORKER = Path(__file__).parent / "context_worker.py"
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", context_worker.PLANS)
 def test_training_equals_eager(case: str, tmp_path: Path) -> None:
     model = context_worker.model()
