@@ -25,7 +25,7 @@ def llama(dropout: float = 0.0) -> nn.Module:
 
 
 # ---------------------------------------------------------------------- plans
-@pytest.mark.sampled(384)
+@pytest.mark.sampled(576)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -132,7 +132,7 @@ class Scored(Host):
         return LOSSES[self.case](self.head(self.hidden(ids)), labels, given)
 
 
-@pytest.mark.sampled(147)
+@pytest.mark.sampled(220)
 @pytest.mark.parametrize(("mesh", "length"), [("cp=2", 17), ("cp=4", 16), ("dp=2, cp=2", 18), ("cp=2, pp=2", 17)])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
