@@ -19,8 +19,10 @@ TP |= {f"**.{name}_proj.weight": "-, tp" for name in ("o", "down")}
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "cp4, ring": ("cp=4", {"context": "ring"}),
     "cp4, all_to_all": ("cp=4", {"context": {"attention": "all_to_all", "balance": "none"}}),
+    "cp4, all_gather": ("cp=4", {"context": "all_gather", "recompute": "full", "bucket": True}),
     "cp2 x tp2": ("cp=2, tp=2", {"params": TP}),
     "keys, dp2 x cp2": ("dp=2, cp=2", {"context": {"keys": "merge"}}),
+    "cp2 x tp2, sp": ("cp=2, tp=2", {"params": TP, "context": "ring", "activations": {"**.o_proj": "-, cp.tp, -"}}),
     "out2 x in2": ("out=2, in=2", {"context": "hierarchical", "storage": {"zero": 3, "axes": ["out", "in"]}}),
 }
 

@@ -13,8 +13,9 @@ it. Kept are in any case inputs, outputs, and what passes from one segment to an
                 attention where recomputing it is bound by memory, not arithmetic
     budget      as little runs again as brings the peak of live activations under so many bytes a rank
 
-A collective runs again only under `collectives`; but where backward gathers the same value anyway (ZeRO-3's
-weights, sequence parallelism), that gather serves both. In all modes a minimum cut says which values are kept.
+A collective runs again only under `collectives`, and so does attention in a ring, which passes keys on. But where
+backward gathers the same value anyway (ZeRO-3's weights, sequence parallelism), that gather serves both. In all modes a
+minimum cut says which values are kept.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ from shardc.ir.graph import (
 )
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.attention_keys import SDPA_KEYS
+from shardc.ir.ops.attention_rows import SDPA_RING
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.provenance import Derivation
-from shardc.ir.schema import schema_of
+from shardc.ir.schema import given, schema_of
 from shardc.passes.base import Pass
 from shardc.passes.memory.recompute_choice import Call, Choice, Storage, Tradeoff, fewest_bytes, within
 from shardc.passes.memory.recompute_liveness import Step, activation_bytes, is_view, kept_anyway, live_bytes, owners
@@ -135,6 +137,8 @@ class Recompute(Pass):
         if self.mode == "full" and not segment and len(forward.segments) > 1:
             return None
         work = _work(forward.graph, call, self.hardware)
+        if call.target is SDPA_RING:
+            return work + _passing(forward.graph, call, self.hardware) if self.collectives else None
         return work if self.mode != "selective" or _cheap(forward.graph, call, work, self.hardware) else None
 
     def _too_much(self, peak: int) -> Diagnostic:
@@ -152,6 +156,14 @@ def _work(graph: Graph, call: fx.Node, hardware: Hardware) -> int:
     result_types = [type_of(v) for v in results(call) if v is not None]
     flops = hardware.bf16_flops(node_flops(graph, call), result_types[0].dtype) if result_types else 0
     return flops or sum(math.prod(type.local_shape(graph.mesh)) for type in result_types)
+
+
+def _passing(graph: Graph, call: fx.Node, hardware: Hardware) -> int:
+    """FLOPs that are worth as much as passing the keys and values of a ring to all of its ranks."""
+    keys, values = (type_of(given(call)[name]) for name in ("k", "v"))
+    axes = tuple(axis for atom in keys.dims[-2] for axis in atom.axes)
+    sent = (graph.mesh.size(axes) - 1) * (keys.local_bytes(graph.mesh) + values.local_bytes(graph.mesh))
+    return round(sent * hardware.flops_per_sent_byte(axes))
 
 
 def _cheap(graph: Graph, call: fx.Node, work: int, hardware: Hardware) -> bool:

@@ -253,7 +253,11 @@ class _Family:
         self.graph.erase_dead()
         alive = set(self.graph.fx.nodes)
         places = {
-            root: [p for p in self.classes.members[root] if (p[0] if isinstance(p[0], fx.Node) else p[0][0]) in alive]
+            root: [
+                p
+                for p in self.classes.members.get(root, [root])
+                if (p[0] if isinstance(p[0], fx.Node) else p[0][0]) in alive
+            ]
             for root in self.lengths
         }
         (first, *_), axis = self.roots.values(), next(iter(self.roots.values())).axis
