@@ -59,7 +59,7 @@ def test_twice_the_blocks_are_twice_the_work() -> None:
 
 
 @pytest.mark.parametrize(
-    ("graph", "python", "c"), [(lambda n: chains(n), 155, 140), pytest.param(traced, 285, 260, marks=pytest.mark.long)]
+    ("graph", "python", "c"), [(lambda n: chains(n), 130, 140), pytest.param(traced, 285, 260, marks=pytest.mark.long)]
 )
 def test_the_functions_that_fusing_calls(graph: Callable[[int], Graph], python: int, c: int) -> None:
     """For each call of the graph; seconds vary, and this does not."""

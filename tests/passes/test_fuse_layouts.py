@@ -6,13 +6,13 @@ import operator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import shardc
 from shardc.ir.graph import Graph, info, set_info
 from shardc.ir.mesh import Mesh
-from shardc.ir.storages import extended, layouts
+from shardc.ir.storages import Operand, extended, layouts
 from shardc.passes.fusion.fuse import _rewritten  # pyright: ignore[reportPrivateUsage]
 from tests.handmade import Builder
 
@@ -34,7 +34,7 @@ class Norms(nn.Module):
         return (functional.silu(self.group(z)).sum() + y.square().sum()).square()
 
 
-def described(graph: Graph, operands: dict[torch.fx.Node, object]) -> dict[str, str]:
+def described(graph: Graph, operands: dict[fx.Node, Operand]) -> dict[str, str]:
     return {info(value).name: str(operands[value]) for value in graph.values()}
 
 
