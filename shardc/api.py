@@ -43,6 +43,7 @@ from shardc.ir.files import write_text
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import info
 from shardc.ir.mesh import Mesh
+from shardc.ir.microbatch import SCALE
 from shardc.ir.ops.streams import step_key
 from shardc.page.content import PassRecorder, content
 from shardc.page.render import frame, render
@@ -245,6 +246,9 @@ class Program(data.Program):
         if dtype not in TOLERANCE:
             known = ", ".join(map(str, TOLERANCE))
             raise error("SC508", f"a program cannot be verified in {dtype}", hint=f"pass one of {known}")
+        if dtype == torch.float16 and any(port.name == SCALE for port in self.reference.inputs):
+            message = "a program whose loss is scaled cannot be verified in float16, which has no room for the scale"
+            raise error("SC508", message, hint="leave dtype out, for float64, or pass torch.bfloat16")
         return verify_program(self, batch, dtype, params, order)
 
     def memory(self) -> ProgramMemory:

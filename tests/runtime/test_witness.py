@@ -118,6 +118,13 @@ def test_what_has_no_room_in_half_precision_is_told() -> None:
     assert "has no room in float16" in str(report)
 
 
+def test_a_scaled_loss_has_no_room_in_half_precision() -> None:
+    plan = {"inputs": {"x": "dp"}, "precision": "float16"}
+    program = shardc.compile(Squeezed(), torch.randn(8, 8) / 8, mesh="dp=2", plan=plan)
+    with pytest.raises(ShardcError, match="SC508"):
+        program.verify(dtype=torch.float16)
+
+
 def test_casts_of_a_model_in_double_precision_are_lifted_too() -> None:
     x = torch.randn(8, 8, dtype=torch.float64)
     program = shardc.compile(Float32().double(), x, mesh="dp=2", plan={"inputs": {"x": "dp, -"}})
