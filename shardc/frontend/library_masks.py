@@ -65,8 +65,8 @@ def masks_as_eager(model: nn.Module) -> Generator[None]:
 def packed_as_eager() -> Generator[None]:
     """While a model is traced, packed sequences are those of positions that it is given."""
     library: Any = sys.modules.get("transformers.masking_utils")
-    names = (_FIND, _REMAP, _WINDOW, _CAUSAL)
-    find, remap, window, causal = (getattr(library, name, None) for name in names)
+    known: list[Any] = [getattr(library, name, None) for name in (_FIND, _REMAP, _WINDOW, _CAUSAL)]
+    find, remap, window, causal = known
     if find is None:
         yield
         return
