@@ -124,7 +124,7 @@ def _rows_faults(node: fx.Node, result_types: Sequence[TensorType | None], mesh:
         return wrong
     op, count = stands_for(node)
     named = [name for name, value in given(node).items() if isinstance(value, fx.Node)][:count]
-    read = own_keys(node, [type_of(value) for value in operands(node)[:count]], named)
+    read = cast(tuple[TensorType, ...], own_keys(node, [type_of(value) for value in operands(node)[:count]], named))
     made = [result.name for result in schema_of(node.target).returns]
     shown, every = (own_keys(node, types, made[: len(types)]) for types in (result_types, info(node).results))
     return _of_whole(node, op, read, shown, every, mesh)
