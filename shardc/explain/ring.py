@@ -6,6 +6,8 @@ name.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from shardc.explain.provenance import Trail, step
@@ -18,7 +20,7 @@ from shardc.passes.communication.causes import Causes, as_named
 
 INHERENT = "each row attends to the keys of all ranks; another strategy of `context` sends them, or heads, otherwise"
 MERGED = "each row attends to the keys of all ranks: `context: {keys: all_gather}` sends them instead"
-MERGES = {MERGE_LSE: WEIGH_PART, MERGE_PARTS: SPLIT_PARTS}  # and what reads them
+MERGES: dict[Any, Any] = {MERGE_LSE: WEIGH_PART, MERGE_PARTS: SPLIT_PARTS}  # and what reads them
 PUT_IN = (NEXT_KEYS, *MERGES)  # the collectives explained here
 
 
