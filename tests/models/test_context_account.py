@@ -62,7 +62,7 @@ def of_rank(program: Program, rank: int) -> int:
     return sum(done.of_op(op) for op in ATTENTION)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "llama_gqa", "gpt2"])
 def test_zigzag_makes_causal_work_equal(name: str, way: str) -> None:
