@@ -140,4 +140,7 @@ def test_a_window_means_what_its_mask_does(dtype: torch.dtype, window: int, rows
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     assert error(found, o) < tolerance
     for mine, want in zip(back[:3], wants, strict=True):
-        assert error(mine, want) < tolerance
+        if window == 1 and want is not wants[2]:  # a softmax of one key has no gradient
+            assert float(mine.abs().max()) < 1e-5
+        else:
+            assert error(mine, want) < tolerance

@@ -364,7 +364,7 @@ def _add_another(program: Program) -> None:
 def _add_twice(program: Program) -> None:
     """A step in the middle begins with what has arrived, which is added to its result as well."""
     early, late = steps(program, SDPA_ROWS_BWD)[1:3]
-    assert early.args[16] == 2
+    assert early.args[17] == 2
     arrived = steps(program, SUM_KEYS)[0].args[1]
     early.args = (*early.args[:8], arrived, *early.args[9:])
     assert late.args[8] is None
