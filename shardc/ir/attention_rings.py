@@ -50,6 +50,7 @@ READERS: Mapping[Any, tuple[Any, ...]] = {
     REACH_ROWS: (NEXT_KEYS,),
     REACH_SUM: (SDPA_ROWS_BWD,),
 }
+KEYS = ("k", "v", "dk", "dv")  # what steps take of other ranks
 
 
 def broken_rings(graph: Graph) -> list[str]:
@@ -63,6 +64,11 @@ def stray(moved: fx.Node) -> list[str]:
     """What is false of the readers of what has moved a place, or is to."""
     others = [user for user in moved.users if user.target not in READERS[moved.target]]
     names = ["an output" if user.op == "output" else f"%{info(user).name}" for user in others]
+    steps = [(user, given(user)) for user in moved.users if user.target in SO_FAR and user not in others]
+    wrong = [
+        (user, name) for user, args in steps for name, value in args.items() if value is moved and name not in KEYS
+    ]
+    names += [f"%{info(user).name} as {name}" for user, name in wrong]
     return [f"is of another rank, and read by {name}" for name in names]
 
 

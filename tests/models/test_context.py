@@ -17,7 +17,9 @@ from torch.nn import functional as F
 import shardc
 from shardc import Program
 from shardc.cost.flops import flops
-from shardc.ir.ops.attention_rows import SDPA_ROWS, SDPA_ROWS_BWD, SUM_KEYS
+from shardc.ir.graph import type_of
+from shardc.ir.ops.attention_rows import NEXT_KEYS, SDPA_ROWS, SDPA_ROWS_BWD, SUM_KEYS
+from shardc.ir.schema import given
 from tests.decoder import DECODER
 
 BATCH = 2
@@ -364,7 +366,7 @@ def _add_another(program: Program) -> None:
 def _add_twice(program: Program) -> None:
     """A step in the middle begins with what has arrived, which is added to its result as well."""
     early, late = steps(program, SDPA_ROWS_BWD)[1:3]
-    assert early.args[17] == 2
+    assert given(early)["step"] == 2
     arrived = steps(program, SUM_KEYS)[0].args[1]
     early.args = (*early.args[:8], arrived, *early.args[9:])
     assert late.args[8] is None
@@ -376,8 +378,18 @@ def _return(program: Program) -> None:
     other.args = (*other.args[:9], total, *other.args[10:])
 
 
+def _others_rows(program: Program) -> None:
+    """All steps read the rows of the rank before."""
+    every = steps(program, SDPA_ROWS)
+    rows = every[0].args[0]
+    with program.body.fx.inserting_before(every[0]):
+        moved = program.body.call(NEXT_KEYS, (rows, ["cp"]), like=every[0], type=type_of(rows), name="rows")
+    for step in every:
+        step.args = (moved, *step.args[1:])
+
+
 @pytest.mark.parametrize(
-    "mutate", [_skip, _stay, _keep, _rename, _turn, _leak, _forget, _add_another, _add_twice, _return]
+    "mutate", [_skip, _stay, _keep, _rename, _turn, _leak, _forget, _add_another, _add_twice, _return, _others_rows]
 )
 def test_a_broken_ring_is_refused(mutate: Callable[[Program], None]) -> None:
     from shardc.passes.type_check import type_faults

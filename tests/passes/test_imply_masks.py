@@ -90,8 +90,18 @@ LEFT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "lowest with padding": lambda i, j, keep: torch.where(
         (j <= i) & (keep[:, None, None, :] | (j == 0)), 0.0, torch.finfo(torch.float32).min
     ),
+    "lowest for all keys": lambda i, j, keep: torch.where(j < i, 0.0, torch.finfo(torch.float32).min),
     "turned": lambda i, j, keep: (i <= j).T & keep[:, None, None, :],
     "a bias": lambda i, j, keep: torch.where(j <= i, -(i - j) * 0.5, float("-inf")),
+    "with a weight": lambda i, j, keep: torch.add(
+        torch.where(j <= i, 0.0, float("-inf")),
+        torch.where(i - j < 3, 0.0, torch.finfo(torch.float32).min),
+        alpha=-1,
+    ),
+    "of positions that wrap around": lambda i, j, keep: (
+        (torch.arange(LENGTH) + (2**31 - 4)).int()[None, :] <= (torch.arange(LENGTH) + (2**31 - 4)).int()[:, None]
+    ),
+    "of sums that wrap around": lambda i, j, keep: j.int() + (2**31 - 4) <= i.int() + (2**31 - 4),
     "one row": lambda i, j, keep: (torch.zeros(1, dtype=torch.int64)[:, None] <= j) & keep[:, None, None, :],
 }
 

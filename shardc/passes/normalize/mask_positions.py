@@ -70,6 +70,11 @@ class _Affine:
         ours, theirs = ((0,) * (ndim - len(x.coefficients)) + x.coefficients for x in (self, other))
         return _Affine(self.const + other.const, tuple(a + b for a, b in zip(ours, theirs, strict=True)))
 
+    def ends(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The lowest and the highest element, of a shape of as many dims."""
+        last = [c * (n - 1) for c, n in zip(self.coefficients, shape, strict=True)]
+        return self.const + sum(min(0, end) for end in last), self.const + sum(max(0, end) for end in last)
+
 
 COMPARED: Mapping[Any, Callable[[Any, Any], bool]] = {
     aten.le.Tensor: operator.le,
@@ -161,8 +166,7 @@ class Positions:
         difference = ours.plus(theirs.times(-1))
         coefficients = (0,) * (len(shape) - len(difference.coefficients)) + difference.coefficients
         coefficients = tuple(0 if n == 1 else c for c, n in zip(coefficients, shape, strict=True))
-        ends = [[c * i for i in (0, n - 1)] for c, n in zip(coefficients, shape, strict=True)]
-        lowest, highest = (difference.const + sum(map(end, ends)) for end in (min, max))
+        lowest, highest = _Affine(difference.const, coefficients).ends(shape)
         if how(lowest, 0) and how(highest, 0):
             return Seen()
         if len(shape) < 2 or any(coefficients[:-2]) or coefficients[-1] not in (1, -1):
@@ -184,7 +188,11 @@ class Positions:
     def _added(self, mask: fx.Node) -> Seen | None:
         """Of a mask that is added to scores."""
         target, args = mask.target, mask.args
-        if target is aten.add.Tensor and all(isinstance(a, fx.Node) for a in args[:2]) and len(args) == 2:
+        if (
+            target is aten.add.Tensor
+            and all(isinstance(a, fx.Node) for a in args[:2])
+            and given(mask).get("alpha", 1) == 1
+        ):
             both = [self._added(a) for a in args]  # type: ignore[arg-type]
             return both[0] & both[1] if both[0] is not None and both[1] is not None else None
         if target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
@@ -246,6 +254,10 @@ class Positions:
                 shape = type_of(value).shape
                 coefficients = (0,) * (len(shape) - len(made.coefficients)) + made.coefficients
                 made = _Affine(made.const, tuple(0 if n == 1 else c for c, n in zip(coefficients, shape, strict=True)))
+                limits = torch.iinfo(type_of(value).dtype)
+                lowest, highest = made.ends(shape)
+                if lowest < limits.min or highest > limits.max:  # it wraps around
+                    made = None
             self._known[value] = made
         return self._known[value]
 
