@@ -277,7 +277,7 @@ def test_squares_give_what_tiles_give(balance: bool, masked: bool, dtype: torch.
                     kernels, of_rank[1], k, v, its_mask, None, None, True, None, True, *told
                 )
                 grads = attention_rows._sdpa_rows_bwd(
-                    kernels, *of_rank, k, v, its_mask, o, lse, None, None, None, True, None, True, False, *told
+                    kernels, *of_rank, k, v, its_mask, o, lse, None, None, None, None, True, None, True, False, *told
                 )
             found.append((o, lse, *grads[:3]))
         for plain, in_squares in zip(*found, strict=True):
