@@ -1,6 +1,6 @@
 """How long does a step of a long sequence take, against torch's context parallelism and a ring written by hand?
 
-    python -m benchmarks.long_context --out "$OUT/long.jsonl"    4 GPUs of one machine, 32k and 128k tokens; some 300 s
+    python -m benchmarks.long_context --out "$OUT/long.jsonl"    4 GPUs of one machine, 32k and 128k tokens; some 200 s
     python -m benchmarks.long_context --lengths 131072 --runs ours-ring hand-ring --seconds 120
     python -m benchmarks.long_context --device cpu --tiny        a rehearsal over gloo; its times mean nothing
     python -m benchmarks.long_context --table long.jsonl         the table of what was written
@@ -14,7 +14,8 @@ in chunks; one sequence; bfloat16; the first weights and the tokens; nothing rec
 for backward where a strategy does; forward and backward, and the sum of the gradients over the ranks, without an
 optimizer. Labels are shifted in the step. cuDNN computes attention, unless a run's name says flash.
 
-    ours-S              the plan says context: {attention: S}, fuse, bucket. What `auto` would choose stands beside it
+    ours-S              the plan says context: {attention: S}, fuse, bucket; `auto` in its lines is what that chooses,
+                        and the table says which run it is
     torch-R             `torch.distributed.tensor.experimental.context_parallel`, load balanced, keys rotated by R
     hand-ring, -gather  `long_context_peers.py`: one opaque op for attention
     -eager              not compiled. All other peers' layers and their loss are compiled by torch.compile, one by one,
@@ -25,8 +26,9 @@ Runs take turns: in each round each makes a step that is not counted, and some t
 the slowest rank counts. `exposed_ms` is the time of a step in which a collective ran and no other kernel did, by
 torch.profiler, on the rank where it is longest: it has the time in which ranks wait for each other. `peak_gib` is what
 a run allocated beyond what others hold. `gaps` are relative errors (norms) of the loss and of some gradients from those
-of `reference`: the unsharded model on each GPU, checkpointed, in the same precision. A run with a gap above 5 % is no
-run. `predicted_ms` is the products' operations by the plan's rate, and the waits that `auto` compares.
+of `reference`: the unsharded model on each GPU, checkpointed, in the same precision; `last_gaps` are those after all
+rounds, when every other run has run. A run with a gap above 5 % is no run. `predicted_ms` is the products' operations
+by the plan's rate, and the waits that `auto` compares.
 
 torch's context parallelism knows no kernel of the CPU: a rehearsal says that it failed, and runs the others.
 """
@@ -63,8 +65,8 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", choices=(*RUNS, *OPTIONAL), default=list(RUNS))
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--steps", type=int, default=3, help="that are timed in a round")
-    parser.add_argument("--seconds", type=float, default=400, help="after which nothing new is begun")
+    parser.add_argument("--steps", type=int, help="timed in a round: 3, or of long sequences 2")
+    parser.add_argument("--seconds", type=float, default=235, help="after which nothing new is begun")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gpus", type=int, default=0, help="all of them by default; on the CPU, 4 processes")
     parser.add_argument("--tiny", action="store_true", help="a small model, which any machine can run")
@@ -135,7 +137,7 @@ class Measured:
         if self.over():
             return
         torch.compiler.reset()
-        torch._dynamo.config.recompile_limit = 64  # of one layer's code, which all compiled runs share
+        torch._dynamo.config.recompile_limit = 64  # of one layer's code, of which each compiled run has entries
         setting = Setting.of(slice_of(self.asked.layers, self.asked.tiny), tokens, self.device)
         truth = self.truth(setting)
         runs: dict[str, Run] = {}
@@ -163,10 +165,12 @@ class Measured:
                 times[name] += self.timed(run, setting.batch)
         medians = {name: statistics.median(found) for name, found in times.items()}
         for name, run in runs.items():
-            row = rows[name] | spent(tokens, times[name])
+            last = gaps(run.found(run.step(setting.batch)), truth)
+            rows[name] |= {**spent(tokens, times[name]), "last_gaps": last}
+        for name, run in runs.items():
             if not self.over():
-                row |= self.profiled(run, setting.batch)
-            self.say(row)
+                rows[name] |= self.profiled(run, setting.batch)
+            self.say(rows[name])
             run.close()
         self.say({"tokens": tokens, "ratios": ratios(rows, medians)})
         runs.clear()
@@ -200,7 +204,7 @@ class Measured:
             if run is not None:
                 run.close()
             return None, {"failed": failed or "on another rank"}
-        row: dict[str, object] = {"gaps": {key: float(f"{gap(found[key], truth[key]):.3g}") for key in truth}}
+        row: dict[str, object] = {"gaps": gaps(found, truth)}
         if self.device.type == "cuda":
             synchronize(self.device)
             peak = torch.tensor(torch.cuda.max_memory_allocated() - held, device=self.device)
@@ -220,7 +224,7 @@ class Measured:
         clear(self.device)
         run.step(batch)
         each: list[float] = []
-        for _ in range(self.asked.steps):
+        for _ in range(self.asked.steps or (3 if batch["input_ids"].shape[1] < LENGTHS[-1] else 2)):
             synchronize(self.device)
             dist.barrier()
             synchronize(self.device)
@@ -251,6 +255,10 @@ def spent(tokens: int, found: Sequence[float]) -> dict[str, object]:
     return {"median_ms": middle, "min_ms": least, "max_ms": most, "steps": len(found), "tokens_per_s": tokens_per_s}
 
 
+def gaps(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:
+    return {key: float(f"{gap(found[key], truth[key]):.3g}") for key in truth}
+
+
 def gap(found: Tensor, truth: Tensor) -> float:
     """Relative, by norms; where the found one is."""
     found, truth = (t.to(truth.device).double() for t in (found, truth))
@@ -258,8 +266,13 @@ def gap(found: Tensor, truth: Tensor) -> float:
 
 
 def wrong(row: Mapping[str, object]) -> bool:
-    gaps = row.get("gaps")
-    return isinstance(gaps, dict) and not all(value <= TOLERANCE for value in gaps.values())  # type: ignore[operator]
+    return not all(value <= TOLERANCE for value in found_gaps(row))
+
+
+def found_gaps(row: Mapping[str, object]) -> list[float]:
+    """At first and after all rounds."""
+    each = [row[key] for key in ("gaps", "last_gaps") if key in row]
+    return [value for found in each if isinstance(found, dict) for value in found.values()]  # type: ignore[misc]
 
 
 def ratios(rows: Mapping[str, dict[str, object]], medians: Mapping[str, float]) -> dict[str, float]:
@@ -282,9 +295,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> list[str]:
         if "failed" in row:
             cells = [f"failed: {row['failed']}", "", "", "", ""]
         else:
-            gaps = row["gaps"]
-            assert isinstance(gaps, dict)
-            worst = max(gaps.values(), key=lambda value: (value != value, value))
+            worst = max(found_gaps(row), key=lambda value: (value != value, value))
             about = f"{worst:.2g}{' WRONG' if wrong(row) else ''}"
             taken = f"{row['median_ms']} ({row['min_ms']}, {row['max_ms']})"
             cells = [taken, row["tokens_per_s"], row.get("exposed_ms", ""), row.get("peak_gib", ""), about]

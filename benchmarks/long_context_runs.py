@@ -6,6 +6,7 @@ gradients summed over the ranks; `found` says some of them, whole, beside the lo
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import lookup_backend
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -105,13 +107,15 @@ class Setting:
         return kernel_for(q, k, k, None, True)
 
     @property
-    def compiles(self) -> bool:
-        return self.device.type == "cuda"
+    def compiler(self) -> str:
+        """What torch.compile takes for layers; nothing on the CPU, where it would need a C++ compiler."""
+        return "inductor" if self.device.type == "cuda" else ""
 
     def model(self) -> LlamaForCausalLM:
-        """On this rank's device, from the first weights."""
+        """On this rank's device, from the first weights. Layers read from its config which attention they call, so it
+        has one of its own."""
         with self.device:  # not on meta and then to_empty, which loses the rotary frequencies
-            model = LlamaForCausalLM(self.config).to(self.dtype)
+            model = LlamaForCausalLM(copy.deepcopy(self.config)).to(self.dtype)
         model.load_state_dict(self.state)
         return model
 
@@ -149,17 +153,30 @@ def ours(setting: Setting, strategy: str) -> Run:
 
 
 # ---------------------------------------------------------------------- peers
-class Slice(nn.Module):
-    """Of a rank's tokens: the model's own layers and its loss, with no mask but that attention is causal."""
+def backend_of_its_own(compiler: str) -> Callable[..., Any]:
+    """A backend of torch.compile that is no other one. Models share the code of their layers, and dynamo keeps what it
+    has compiled by code: it takes an entry again only for the backend that the entry is of."""
+    compiled = lookup_backend(compiler)
 
-    def __init__(self, model: LlamaForCausalLM, compiled: bool) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        return compiled(graph, inputs)
+
+    return backend
+
+
+class Slice(nn.Module):
+    """Of a rank's tokens: the model's own layers and its loss, with no mask but that attention is causal. Compiled,
+    unless `compiler` is empty, for this run alone."""
+
+    def __init__(self, model: LlamaForCausalLM, compiler: str) -> None:
         super().__init__()
         self.model = model
         self.loss: Callable[..., Tensor] = self._loss
-        if compiled:
+        if compiler:
+            backend = backend_of_its_own(compiler)
             for layer in model.model.layers:
-                layer.compile(fullgraph=True, dynamic=False)
-            self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False)
+                layer.compile(fullgraph=True, dynamic=False, backend=backend)
+            self.loss = torch.compile(self._loss, fullgraph=True, dynamic=False, backend=backend)
 
     def forward(self, ids: Tensor, labels: Tensor, positions: Tensor, count: int) -> Tensor:
         x = self.model.model.embed_tokens(ids)
@@ -194,7 +211,7 @@ def _peer(
     """`parts` is a context in which a rank's tokens, labels and positions are known and attention is theirs."""
     model = setting.model()
     model.config._attn_implementation = implementation
-    run = Slice(model, compiled and setting.compiles)
+    run = Slice(model, setting.compiler if compiled else "")
     works: list[Any] = []
 
     def summed(p: Tensor) -> None:
@@ -282,7 +299,7 @@ def reference(setting: Setting) -> dict[str, Tensor]:
     model.train()
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     with sdpa_kernel(kernels) if setting.device.type == "cuda" else nullcontext():
-        loss = Slice(model, False)(*shifted(setting.batch), setting.tokens - 1)
+        loss = Slice(model, "")(*shifted(setting.batch), setting.tokens - 1)
         loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Run(lambda _: loss, lambda: grads).found(loss)
@@ -292,13 +309,11 @@ def reference(setting: Setting) -> dict[str, Tensor]:
 RUNS: dict[str, Callable[[Setting], Run]] = {
     "ours-ring": partial(ours, strategy="ring"),
     "hand-ring": partial(by_hand, op="ring"),
-    "torch-allgather": partial(torch_context, rotate="allgather"),
     "ours-all_to_all": partial(ours, strategy="all_to_all"),
-    "ours-all_gather": partial(ours, strategy="all_gather"),
-    "torch-alltoall": partial(torch_context, rotate="alltoall"),
     "hand-gather": partial(by_hand, op="gather"),
-    "torch-allgather-eager": partial(torch_context, rotate="allgather", compiled=False),
-    "torch-allgather-flash": partial(torch_context, rotate="allgather", kernel="flash"),
+    "ours-all_gather": partial(ours, strategy="all_gather"),
+    "torch-allgather": partial(torch_context, rotate="allgather"),
+    "torch-alltoall": partial(torch_context, rotate="alltoall"),
 }
 # What a run that fails is tried as.
 INSTEAD = {
@@ -308,6 +323,8 @@ INSTEAD = {
 }
 OPTIONAL: dict[str, Callable[[Setting], Run]] = {
     "ours-auto": partial(ours, strategy="auto"),
+    "torch-allgather-eager": partial(torch_context, rotate="allgather", compiled=False),
+    "torch-allgather-flash": partial(torch_context, rotate="allgather", kernel="flash"),
     "torch-alltoall-eager": partial(torch_context, rotate="alltoall", compiled=False),
     "torch-allgather-repeated": partial(torch_context, rotate="allgather", repeated=True),
     "torch-alltoall-repeated": partial(torch_context, rotate="alltoall", repeated=True),

@@ -38,14 +38,26 @@ class Action(NamedTuple):
 def schedule_overlap(calls: Sequence[CallSlots], first: int, last: int) -> list[Action]:
     """The actions for the calls from `first` up to `last`, with begin and wait of collectives separated."""
     producer_of = {slot: index for index in range(first, last) for _, _, slot in calls[index].yields}
+    readers: dict[int, list[int]] = {}
+    for index in range(first, last):
+        for slot in calls[index].reads:
+            readers.setdefault(slot, []).append(index)
+
+    def ready(index: int, slot: int) -> int:
+        """Where a collective may begin, for one operand. What a collective brings is waited for there, so a step of a
+        ring begins where others read what the step before has brought, or at its own place."""
+        source = producer_of.get(slot)
+        if source is None:
+            return first
+        others = [reader for reader in readers[slot] if not _overlaps(calls[reader])]
+        return min(index, others[0]) if _overlaps(calls[source]) and others else source + 1
+
     begins: dict[int, list[int]] = {}
     early_collectives: list[int] = []
     for index in range(first, last):
         if _overlaps(calls[index]):
-            ready = max((producer_of.get(slot, first - 1) + 1 for slot in calls[index].reads), default=first)
-            begins.setdefault(
-                max(ready, early_collectives[-AHEAD] if len(early_collectives) >= AHEAD else first), []
-            ).append(index)
+            earliest = early_collectives[-AHEAD] if len(early_collectives) >= AHEAD else first
+            begins.setdefault(max([earliest, *(ready(index, slot) for slot in calls[index].reads)]), []).append(index)
             early_collectives.append(index)
     actions: list[Action] = []
     under_way: dict[int, int] = {}  # the slot of a result that has not arrived -> its collective; oldest first

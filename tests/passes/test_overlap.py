@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardc.ir.call_slots import slotted_calls
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.ops.exchange import COMBINE_ROWS, DISPATCH_ROWS, ROW_MOVES
 from shardc.ir.overlap_schedule import schedule_of
-from shardc.passes.communication.overlap import Overlap
+from shardc.passes.communication.overlap import TRANSFERS, Overlap
 from shardc.passes.verify import same_calls
 from shardc.runtime.oracle.simulate import simulate
 
@@ -72,14 +72,14 @@ def without(monkeypatch: pytest.MonkeyPatch, name: str, plan: str) -> Program:
         monkeypatch.undo()
 
 
-def meanwhile(graph: Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each exchange of rows, what a rank runs from where it begins to where it waits."""
+def meanwhile(graph: Graph, exchanges: Sequence[Any] = ROW_MOVES) -> dict[fx.Node, list[fx.Node]]:
+    """For each exchange of rows, or such calls, what a rank runs from where it begins to where it waits."""
     listed = slotted_calls(graph)
     run: dict[fx.Node, list[fx.Node]] = {}
     under_way: list[fx.Node] = []
     for action in schedule_of(listed):
         call = listed.calls[action.at].node
-        if action.kind == "begin" and call.target in ROW_MOVES:
+        if action.kind == "begin" and call.target in exchanges:
             under_way.append(call)
             run[call] = []
         elif action.kind == "wait" and call in under_way:
@@ -185,3 +185,30 @@ def test_a_call_that_is_lost_or_changed_is_noticed() -> None:
 def test_the_pass_runs_before_kernels_are_made() -> None:
     names = [each.name for each in pass_pipeline.part_passes(pass_pipeline.Options())]
     assert names == ["align", "overlap", "bucket", "fuse"]
+
+
+# By strategy, of a layer at cp = 4: how many transfers a product or a part of attention covers.
+COVERED = {
+    "ring": {"fwd next_keys": 6, "bwd next_keys": 12},
+    "all_to_all": {"fwd all_to_all": 2, "bwd all_to_all": 2},
+    "all_gather": {"fwd gather_blocks": 2, "bwd gather_blocks": 2, "bwd reduce_scatter": 1},
+}
+
+
+@pytest.mark.parametrize("strategy", COVERED)
+def test_products_run_while_attention_exchanges(strategy: str) -> None:
+    """Queries, keys and values on their way to attention, and their gradients back, have a product to cover them."""
+    config = T.LlamaConfig(**{**SMALL, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32})
+    model = T.LlamaForCausalLM(config)
+    tokens = torch.randint(3, 64, (2, 32))
+    batch = {"input_ids": tokens, "labels": tokens}
+    plan = {"inputs": dict.fromkeys(batch, "-, cp"), "context": {"axis": "cp", "attention": strategy}}
+    compiled = shardc.compile(model, batch, mesh="cp=4", plan=plan)
+    found: dict[str, int] = {}
+    for sent, calls in meanwhile(compiled.body, TRANSFERS).items():
+        if any("linear" in op_name(call.target) or "sdpa" in op_name(call.target) for call in calls):
+            kind = f"{info(sent).phase} {op_name(sent.target).removeprefix('shardc.')}"
+            found[kind] = found.get(kind, 0) + 1
+    assert found == COVERED[strategy]
+    report = compiled.verify()
+    assert report.ok, str(report)

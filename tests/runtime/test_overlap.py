@@ -7,8 +7,10 @@ import torch
 
 import shardc
 from examples.gpt2 import gpt2
+from shardc.ir.call_slots import slotted_calls
 from shardc.ir.ops.collectives import COLLECTIVES, all_gather, reduce_scatter
 from shardc.ir.overlap_schedule import AHEAD, IN_FLIGHT, Action, schedule_overlap
+from shardc.ir.parse import parse
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
 
 STORAGE = {"none": {}, "zero-1": {"zero": 1, "axes": ["dp"]}, "zero-3": {"zero": 3, "axes": ["dp"]}}
@@ -92,3 +94,26 @@ def test_a_part_of_a_body_waits_for_what_it_began(instructions: Sequence[CallIns
         actions = schedule_overlap(instructions, first, last)
         assert {a.at for a in actions} == set(range(first, last))
         assert where(actions, "begin").keys() == where(actions, "wait").keys()
+
+
+RING = """
+graph @step mesh(cp=3) {
+  %q = input "q" frozen : f64[1, 2, 12@cp, 4]
+  %k = input "k" frozen : f64[1, 2, 12@cp, 4]
+  %next = shardc.next_keys(%k, axes=["cp"]) : f64[1, 2, 12@cp, 4]
+  %a = mul.Tensor(%q, %k) {~0: cp} : f64[1, 2, 12@cp, 4]
+  %next.next = shardc.next_keys(%next, axes=["cp"]) : f64[1, 2, 12@cp, 4]
+  %b = mul.Tensor(%a, %next) : f64[1, 2, 12@cp, 4]
+  %c = mul.Tensor(%b, %next.next) : f64[1, 2, 12@cp, 4]
+  return output "output" = %c
+}
+"""
+
+
+def test_a_step_of_a_ring_is_under_way_while_others_compute() -> None:
+    """The next step reads what the one before brings: begun early, it would wait for that before all else."""
+    calls = slotted_calls(parse(RING)).calls
+    actions = [(kind, at) for kind, at, _ in schedule_overlap(calls, 0, len(calls))]
+    assert actions == [
+        ("begin", 0), ("run", 1), ("wait", 0), ("begin", 2), ("run", 3), ("wait", 2), ("run", 4)
+    ]  # fmt: skip

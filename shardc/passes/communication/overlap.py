@@ -1,4 +1,5 @@
-"""overlap: independent products of a layer run while rows are under way to their experts, and back.
+"""overlap: independent products of a layer run while rows are under way to their experts, and back, or while queries,
+keys and values are on their way to attention, and their gradients back.
 
     %a = linear(%x, %shared.up)                 %rows = dispatch_rows(...)         begin
     %b = linear(silu(%a), %shared.down)         %a = linear(%x, %shared.up)
@@ -11,10 +12,11 @@ stands in between runs meanwhile. Libraries write shared experts before the rout
 backward in the reverse order; and the gradients of weights may be computed at any time.
 
 Needs a localized body, or a part of one. Ensures the same calls, each after what it reads. For each exchange of rows,
-in the order of the program: products of its layer and phase that neither need it nor are needed for it move behind it,
-with the calls between them, until they take as long as the exchange. What covers one exchange is taken by the next only
-if enough remains. A call moves within its layer alone, so values live hardly longer. Collectives of these products,
-such as gathers of their weights and reductions of their gradients, move along; exchanges stay in their order.
+in the order of the program, and then for each transfer of attention, the last one first: products of its layer and
+phase that neither need it nor are needed for it move behind it, with the calls between them, until they take as long
+as the exchange. What covers one exchange is taken by the next only if enough remains. A call moves within its layer
+alone, so values live hardly longer. Collectives of these products, such as gathers of their weights and reductions of
+their gradients, move along; exchanges, transfers and attention stay in their order.
 """
 
 from __future__ import annotations
@@ -23,14 +25,29 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from shardc.cost.flops import COUNTS, node_flops
 from shardc.ir.collectives import collective
 from shardc.ir.graph import Graph, info, op_name, operands, producer, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
+from shardc.ir.ops import collectives
+from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.attention_rows import NEXT_KEYS, SDPA_ROWS, SDPA_ROWS_BWD
 from shardc.ir.ops.exchange import EXCHANGES, ROW_MOVES
 from shardc.passes.base import Pass
+
+aten = torch.ops.aten
+ATTENTION = (SDPA, SDPA_BWD, SDPA_ROWS, SDPA_ROWS_BWD)
+TRANSFERS = (
+    collectives.all_to_all,
+    collectives.all_gather,
+    collectives.gather_blocks,
+    collectives.reduce_scatter,
+    NEXT_KEYS,
+)
+VIEWS = (aten.view.default, aten.transpose.int, aten.permute.default)
 
 
 @dataclass(frozen=True)
@@ -40,11 +57,11 @@ class Overlap(Pass):
     hardware: Hardware = DEFAULT
 
     def run(self, graph: Graph) -> Graph:
-        if not any(node.target in ROW_MOVES for node in graph.calls()):
+        if not _exchanges(graph):
             return graph
         graph = graph.copy()
         calls = list(graph.calls())
-        exchanges = [node for node in calls if node.target in ROW_MOVES]
+        exchanges = _exchanges(graph)
         position = {node: index for index, node in enumerate(calls)}
         regions: dict[tuple[str, str], list[fx.Node]] = {}
         for node in exchanges:
@@ -55,8 +72,32 @@ class Overlap(Pass):
                 members[region].append(index)
         for region, moved in regions.items():
             span = calls[min(members[region]) : max(members[region]) + 1]
-            _Layer(graph, self.hardware.on(graph.mesh), region, span).cover(moved)
+            _Layer(graph, self.hardware.on(graph.mesh), region, span, moved).cover(moved)
         return graph
+
+
+def _exchanges(graph: Graph) -> list[fx.Node]:
+    """The calls that products are to cover, in the order in which they take them."""
+    calls = list(graph.calls())
+    return [node for node in calls if node.target in ROW_MOVES] + [node for node in reversed(calls) if _attends(node)]
+
+
+def _attends(node: fx.Node) -> bool:
+    """Whether a call brings something to attention or away from it that has not been there for long: what backward
+    sends of forward's values begins early by itself."""
+    if node.target not in TRANSFERS or info(node).phase != info(operands(node)[0]).phase:
+        return False
+    source = producer(operands(node)[0])[0]
+    while source.target in VIEWS:
+        source = producer(operands(source)[0])[0]
+    readers = list(_readers(node))
+    while readers:
+        reader = readers.pop()
+        if reader.target in ATTENTION:
+            return True
+        if reader.target in VIEWS:
+            readers += _readers(reader)
+    return source.target in ATTENTION
 
 
 def _region(node: fx.Node) -> tuple[str, str]:
@@ -67,9 +108,12 @@ def _region(node: fx.Node) -> tuple[str, str]:
 class _Layer:
     """The calls from the first to the last one of a layer, in one phase."""
 
-    def __init__(self, graph: Graph, hardware: Hardware, region: tuple[str, str], span: Sequence[fx.Node]) -> None:
+    def __init__(
+        self, graph: Graph, hardware: Hardware, region: tuple[str, str], span: Sequence[fx.Node],
+        exchanges: Sequence[fx.Node],
+    ) -> None:  # fmt: skip
         self.graph, self.hardware, self.region = graph, hardware, region
-        self.order = list(span)
+        self.order, self.exchanges = list(span), set(exchanges)
         self.covers: dict[fx.Node, fx.Node] = {}  # a call -> the exchange that it was placed behind
         self.missing: dict[fx.Node, float] = {}  # of an exchange, the FLOPs that it could take still
 
@@ -127,6 +171,9 @@ class _Layer:
             self.missing[exchange] -= flops
 
     # ------------------------------------------------------------------ what may move
+    def _moves(self, call: fx.Node) -> bool:
+        return call.target not in (*EXCHANGES, *ATTENTION) and call not in self.exchanges
+
     def _is_wanted(self, call: fx.Node) -> bool:
         return op_name(call.target) in COUNTS and _region(call) == self.region
 
@@ -139,7 +186,7 @@ class _Layer:
             sources = _sources(call)
             if not needs.isdisjoint(sources):
                 needs.add(call)
-            elif _moves(call) and all(source in free for source in sources if source in inside):
+            elif self._moves(call) and all(source in free for source in sources if source in inside):
                 before = {one for source in sources if source in free for one in free[source]}
                 free[call] = [one for one in behind if one in before] + [call]
                 if self._is_wanted(call):
@@ -157,7 +204,7 @@ class _Layer:
                 needed.update(_sources(call))
                 continue
             readers = [reader for reader in _readers(call) if reader in inside]
-            if _moves(call) and all(reader in free for reader in readers):
+            if self._moves(call) and all(reader in free for reader in readers):
                 after = {one for reader in readers for one in free[reader]}
                 free[call] = [call] + [one for one in before if one in after]
                 if self._is_wanted(call):
@@ -189,7 +236,3 @@ def _readers(call: fx.Node) -> Iterable[fx.Node]:
             yield from _readers(user)
         elif user.op != "output":
             yield user
-
-
-def _moves(call: fx.Node) -> bool:
-    return call.target not in EXCHANGES
