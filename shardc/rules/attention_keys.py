@@ -52,18 +52,13 @@ def unfit(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh
     return wrong | unfit_rows(node, projection, split, mesh)
 
 
-def lies_text(dim: Dim) -> str:
-    """A dim of rows or keys as an argument of `sdpa_part`; of one element it has no atoms."""
-    return rows_text(dim) if dim else "1"
-
-
 def lies(q: TensorType, k: TensorType, causal: bool, mesh: Mesh) -> tuple[str, list[str], str, list[str]]:
     """Rows and their axes, keys and theirs, as arguments of `sdpa_part`: where no mask is implied, a rank's rows are
     counted from 0."""
     rows, keys = q.dims[-2], k.dims[-2]
     if not causal:
-        return str(q.local_shape(mesh)[-2]), [], lies_text(keys), _axes(keys)
-    return lies_text(rows), _axes(rows), lies_text(keys), _axes(keys)
+        return str(q.local_shape(mesh)[-2]), [], rows_text(keys), _axes(keys)
+    return rows_text(rows), _axes(rows), rows_text(keys), _axes(keys)
 
 
 def _axes(dim: Dim) -> list[str]:

@@ -63,7 +63,10 @@ def row_pieces(projection: Projection) -> list[int]:
 
 
 def rows_text(dim: Dim) -> str:
-    """The rows of a sequence as an argument of `sdpa_rows`: blocks, of which axes divide the pieces."""
+    """The rows of a sequence as an argument of `sdpa_rows`: blocks, of which axes divide the pieces. One row has no
+    atoms."""
+    if not dim:
+        return "1"
     first, *rest = dim
     inner = math.prod(atom.size for atom in rest)
     parts = first.size.parts if isinstance(first.size, Blocks) else (Block(first.size),)

@@ -259,10 +259,12 @@ def test_every_collective_is_known_to_the_simulator() -> None:
         "next_keys",
         "merge_lse",
         "merge_parts",
+        "mirror_rows",
         *rows,
     }
     reading = ("shard_slice", "mask_pad", "axis_offset", "slice_blocks", "mask_blocks", "halo", "halo_sum")
     reading += ("mean_anew", "shift_positions", "shift_rows", "shift_join", "sdpa_rows", "sdpa_rows_bwd")
     reading += ("sdpa_part", "sdpa_part_bwd")
     reading += ("part_sums", "part_totals", "sums_behind", "reach_rows", "reach_sum")
+    reading += tuple(f"scan_{what}{way}" for what in ("part", "summary", "turn") for way in ("", "_backward"))
     assert set(local.AXES_READ) == {getattr(OPS, name).default for name in reading}
