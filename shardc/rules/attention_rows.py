@@ -63,8 +63,8 @@ def row_pieces(projection: Projection) -> list[int]:
 
 
 def rows_text(dim: Dim) -> str:
-    """The rows of a sequence as an argument of `sdpa_rows`: blocks, of which axes divide the pieces. A dim of one
-    element has no atoms."""
+    """The rows of a sequence as an argument of `sdpa_rows`: blocks, of which axes divide the pieces. One row has no
+    atoms."""
     if not dim:
         return "1"
     first, *rest = dim
@@ -117,15 +117,15 @@ class _Rows:
         args = (value, self.text, list(self.axes), self.window, places, length)
         return self.moved(self._call(REACH_ROWS, args, some, value, "reach_rows"), places)
 
-    def back(self, parts: Mapping[int, fx.Node], value: fx.Node) -> fx.Node | None:
-        """The gradients of all that has come of a value, at their places in it."""
+    def back(self, parts: Mapping[int, fx.Node], type: TensorType) -> fx.Node | None:
+        """The gradients of all that has come of a value, at their places in one of this type."""
         returned = [self.moved(part, -places) for places, part in parts.items()]
         if not returned:
             return None
         length = self.type.dims[-2]
         rows = math.prod(atom.local(self.call.graph.mesh) for atom in length)
         args = (returned, self.text, list(self.axes), self.window, list(parts), rows)
-        return self._call(REACH_SUM, args, _wide(type_of(value)), returned[0], "reach_sum")
+        return self._call(REACH_SUM, args, type, returned[0], "reach_sum")
 
     def _call(self, target: Any, args: tuple[Any, ...], type: TensorType, of: fx.Node, what: str) -> fx.Node:
         about = info(of)
@@ -201,10 +201,11 @@ def backward_by_rows(call: LocalCall) -> Any:
         for places in rows.reach:
             keys, values = rows.came(k, places), rows.came(v, places)
             arguments = (g, q, keys, values, mask, o, lse, dq, None, None, dmask, *options, *rows.told(places, False))
-            of_keys = (types[0], _wide(type_of(keys)), _wide(type_of(values)), types[3])
+            came = [replace(t, dims=type_of(part).dims) for t, part in zip(types[1:3], (keys, values), strict=True)]
+            of_keys = (types[0], *came, types[3])
             dq, parts[0][places], parts[1][places], *more = rows.stepped(SDPA_ROWS_BWD, arguments, of_keys, 3 + needed)
             dmask = more[0] if needed else None
-        dk, dv = rows.back(parts[0], k), rows.back(parts[1], v)
+        dk, dv = rows.back(parts[0], types[1]), rows.back(parts[1], types[2])
         return SDPA_ROWS_BWD, (g, q, k, v, mask, o, lse, dq, dk, dv, dmask, *options, *rows.told(0, True)), {}
     arrived: list[fx.Node] = []
     size = call.graph.mesh.size(rows.axes)
@@ -212,8 +213,7 @@ def backward_by_rows(call: LocalCall) -> Any:
     for step in range(1, size):
         following = (rows.moved(keys), rows.moved(values)) if step < size - 1 else (k, v)
         arguments = (g, q, keys, values, mask, o, lse, dq, None, None, dmask, *options, *rows.told(step, False))
-        dq, *found = rows.stepped(SDPA_ROWS_BWD, arguments, types, 3 + needed)
-        dmask = found.pop() if needed else None
+        dq, *found, dmask = (*rows.stepped(SDPA_ROWS_BWD, arguments, types, 3 + needed), *([] if needed else [None]))
         sums = [rows.summed(*pair) for pair in zip(found, arrived, strict=True)] if arrived else found
         arrived = [rows.moved(value) for value in sums]
         keys, values = following

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import shardc
 from shardc.ir.text import print_graph
 from shardc.passes.type_check import type_faults
-from tests.models.test_context import Attention
+from tests.models.test_context import Attention, exact
 
 
 class Cross(nn.Module):
@@ -102,3 +102,10 @@ def test_types_of_an_evaluation_are_true(strategy: str) -> None:
     program = shardc.compile(Attention(4, 2, 4), torch.randn(2, 10, 16), plan=plan, mode="eval")
     assert program.verify().ok
     assert not type_faults(program.body)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_sequence_of_one_row(causal: bool) -> None:
+    """As where a token is decoded."""
+    plan = {"mesh": "dp=2", "inputs": {"x": "dp"}}
+    exact(shardc.compile(Attention(4, 2, 4, causal=causal), torch.randn(2, 1, 16), plan=plan))

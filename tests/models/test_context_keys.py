@@ -187,6 +187,11 @@ def test_learned_queries() -> None:
     exact(merged(shardc.compile(Learned(), torch.randn(4, 9, 16), plan=plan)))
 
 
+@FORMS
+def test_with_buckets(hardware: Any) -> None:
+    exact(merged(compiled(Cross(causal=True), 5, 17, "cp=2", bucket=True, accumulate=2, fuse=True, hardware=hardware)))
+
+
 class Decoding(nn.Module):
     """One token a row, and a cache that each row has filled to another length: its key and value are put into it."""
 

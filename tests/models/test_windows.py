@@ -70,12 +70,16 @@ def test_with_everything_else(mesh: str, rows: str, said: dict[str, Any]) -> Non
     exact(compiled("mistral", mesh, 18, rows, context="ring", **said))
 
 
+@pytest.mark.parametrize("keys", [2, 1])
 @pytest.mark.parametrize("length", [16, 18])
-def test_hierarchical(length: int) -> None:
+def test_hierarchical(length: int, keys: int) -> None:
+    """Of one key head, its query heads are divided: gradients of keys are pending sums over them while they travel."""
     plan = {"mesh": "out=2, in=2", "inputs": {"x": "-, out.in, -"}, "context": "hierarchical"}
-    program = shardc.compile(Attention(4, 2, 4, window=5), torch.randn(2, length, 16), plan=plan)
-    assert {c.kind for c in program.collectives() if c.kind != "all_reduce"} == {"permute", "all_to_all"}
+    program = shardc.compile(Attention(4, keys, 4, window=5), torch.randn(2, length, 16), plan=plan)
+    gathers = {"all_gather", "reduce_scatter"} if keys == 1 else set[str]()
+    assert {c.kind for c in program.collectives() if c.kind != "all_reduce"} == {"permute", "all_to_all"} | gathers
     exact(program)
+    assert not type_faults(program.body)
 
 
 # ---------------------------------------------------------------------- what is sent and computed

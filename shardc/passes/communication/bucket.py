@@ -39,6 +39,7 @@ from shardc.ir.graph import Graph, Phase, info, op_name, set_info, type_of
 from shardc.ir.hardware import DEFAULT
 from shardc.ir.layers import layer_or_module
 from shardc.ir.microbatch import in_microbatch
+from shardc.ir.ops.attention_keys import MERGE_LSE, MERGE_PARTS
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed
 from shardc.ir.ops.collectives import gather_blocks
 from shardc.ir.provenance import Cause, Derivation
@@ -163,7 +164,7 @@ class _Buckets:
         if kind not in ("all_reduce", "all_gather", "reduce_scatter") or node.target is gather_blocks:
             return None  # what is gathered block by block is no dim side by side
         args, mesh = given(node), self.graph.mesh
-        if args.get("counts"):
+        if args.get("counts") or node.target in (MERGE_LSE, MERGE_PARTS):  # which merge what they gather
             return None
         x: fx.Node = args["x"]
         count = math.prod(type_of(x).local_shape(mesh))
