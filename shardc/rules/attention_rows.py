@@ -213,7 +213,8 @@ def backward_by_rows(call: LocalCall) -> Any:
     for step in range(1, size):
         following = (rows.moved(keys), rows.moved(values)) if step < size - 1 else (k, v)
         arguments = (g, q, keys, values, mask, o, lse, dq, None, None, dmask, *options, *rows.told(step, False))
-        dq, *found, dmask = (*rows.stepped(SDPA_ROWS_BWD, arguments, types, 3 + needed), *([] if needed else [None]))
+        dq, *found = rows.stepped(SDPA_ROWS_BWD, arguments, types, 3 + needed)
+        dmask = found.pop() if needed else None
         sums = [rows.summed(*pair) for pair in zip(found, arrived, strict=True)] if arrived else found
         arrived = [rows.moved(value) for value in sums]
         keys, values = following

@@ -20,6 +20,7 @@ from shardc.cost.flops import flops
 from shardc.ir.graph import type_of
 from shardc.ir.ops.attention_rows import NEXT_KEYS, SDPA_ROWS, SDPA_ROWS_BWD, SUM_KEYS
 from shardc.ir.schema import given
+from shardc.passes.type_check import type_faults
 from tests.decoder import DECODER
 
 BATCH = 2
@@ -80,6 +81,7 @@ def exact(program: Program) -> None:
     report = program.verify()
     assert report.ok, str(report)
     assert program.prove().ok
+    assert not type_faults(program.body)
 
 
 @pytest.mark.sampled(14)
@@ -392,8 +394,6 @@ def _others_rows(program: Program) -> None:
     "mutate", [_skip, _stay, _keep, _rename, _turn, _leak, _forget, _add_another, _add_twice, _return, _others_rows]
 )
 def test_a_broken_ring_is_refused(mutate: Callable[[Program], None]) -> None:
-    from shardc.passes.type_check import type_faults
-
     plan = {"mesh": "cp=4", "inputs": {"x": "-, cp, -"}, "context": "ring"}
     program = shardc.compile(Attention(2, 2, 4), torch.randn(1, 8, 16), plan=plan)
     assert program.prove().ok

@@ -38,8 +38,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Seen:
-    """A row sees keys from `first` to `last` places behind itself, of those that all `parts` let it see. With `lowest`,
-    hidden keys have a score that is very low and not -inf: a row that sees none at all attends to all."""
+    """A row sees keys of which `key - row` is from `first` to `last`, of those that all `parts` let it see. With
+    `lowest`, hidden keys have a score that is very low and not -inf: a row that sees none at all attends to all."""
 
     first: float = -math.inf
     last: float = math.inf
