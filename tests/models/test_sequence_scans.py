@@ -190,6 +190,18 @@ class Flipped(Linear):
         return super().recur(x.flip(1), a.flip(1), h).flip(1)
 
 
+class Memory(Recurrent):
+    """A state has a row for each token, so that a step reads the sequence as a whole, too."""
+
+    def recur(self, x: Tensor, a: Tensor, h: Tensor) -> Tensor:
+        ys = []
+        s = h[:, None] * x
+        for t in range(x.shape[1]):
+            s = 0.5 * s + x[:, t, None] * a
+            ys.append(s.sum(1))
+        return torch.stack(ys, 1)
+
+
 class Twice(Linear):
     """Two scans, of which one begins where the other ends."""
 
@@ -335,6 +347,17 @@ def test_any_length_over_any_ranks(case: tuple[str, int, int, int]) -> None:
     program = compiled(model, length, mesh)
     assert_equals_eager(model, program)
     assert not type_faults(program.body)
+
+
+@pytest.mark.parametrize(("mesh", "length"), [("cp=2", 16), ("cp=4", 17), ("dp=2, cp=2", 10)])
+def test_a_state_with_a_row_for_each_token(mesh: str, length: int) -> None:
+    """Its rows are whole on each rank, and gathered; the steps are a rank's own."""
+    torch.manual_seed(0)
+    model = Memory().double()
+    program = compiled(model, length, mesh)
+    assert_equals_eager(model, program)
+    assert not type_faults(program.body)
+    assert of(program, SCAN_PART)
 
 
 def test_more_than_a_block_of_steps() -> None:
