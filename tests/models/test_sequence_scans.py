@@ -449,3 +449,21 @@ def test_explain_tells_why_states_travel() -> None:
     moved = [c.value for c in program.collectives() if c.kind == "permute"]
     assert "its states go from rank to rank" in str(program.explain(moved[0]))
     assert "gradients of its states go from rank to rank" in str(program.explain(moved[-1]))
+
+
+class _Marked(nn.Module):
+    """Row 0 gets a number that is no float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        before = torch.cat([torch.full((ids.shape[0], 1), 2**53 + 1), ids[:, :-1]], 1)
+        return (self.tokens(ids) * (before % 10)[..., None]).pow(2).mean() + 0 * labels.sum()
+
+
+def test_a_number_that_is_no_float_is_put_before_rows() -> None:
+    torch.manual_seed(0)
+    model = _Marked().double()
+    assert_equals_eager(model, compiled(model, 10, "cp=2"))
