@@ -190,6 +190,18 @@ class Flipped(Linear):
         return super().recur(x.flip(1), a.flip(1), h).flip(1)
 
 
+class Memory(Recurrent):
+    """A state has a row for each token, so that a step reads the sequence as a whole, too."""
+
+    def recur(self, x: Tensor, a: Tensor, h: Tensor) -> Tensor:
+        ys = []
+        s = h[:, None] * x
+        for t in range(x.shape[1]):
+            s = 0.5 * s + x[:, t, None] * a
+            ys.append(s.sum(1))
+        return torch.stack(ys, 1)
+
+
 class Twice(Linear):
     """Two scans, of which one begins where the other ends."""
 
@@ -337,6 +349,17 @@ def test_any_length_over_any_ranks(case: tuple[str, int, int, int]) -> None:
     assert not type_faults(program.body)
 
 
+@pytest.mark.parametrize(("mesh", "length"), [("cp=2", 16), ("cp=4", 17), ("dp=2, cp=2", 10)])
+def test_a_state_with_a_row_for_each_token(mesh: str, length: int) -> None:
+    """Its rows are whole on each rank, and gathered; the steps are a rank's own."""
+    torch.manual_seed(0)
+    model = Memory().double()
+    program = compiled(model, length, mesh)
+    assert_equals_eager(model, program)
+    assert not type_faults(program.body)
+    assert of(program, SCAN_PART)
+
+
 def test_more_than_a_block_of_steps() -> None:
     """A rank's 75 steps are two blocks: of 64, and of 11 or fewer."""
     for name in ("Linear", "Elman"):
@@ -426,3 +449,21 @@ def test_explain_tells_why_states_travel() -> None:
     moved = [c.value for c in program.collectives() if c.kind == "permute"]
     assert "its states go from rank to rank" in str(program.explain(moved[0]))
     assert "gradients of its states go from rank to rank" in str(program.explain(moved[-1]))
+
+
+class _Marked(nn.Module):
+    """Row 0 gets a number that is no float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        before = torch.cat([torch.full((ids.shape[0], 1), 2**53 + 1), ids[:, :-1]], 1)
+        return (self.tokens(ids) * (before % 10)[..., None]).pow(2).mean() + 0 * labels.sum()
+
+
+def test_a_number_that_is_no_float_is_put_before_rows() -> None:
+    torch.manual_seed(0)
+    model = _Marked().double()
+    assert_equals_eager(model, compiled(model, 10, "cp=2"))

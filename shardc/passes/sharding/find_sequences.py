@@ -130,8 +130,14 @@ class _Classes:
                 for i in range(len(type_of(value).atoms)):
                     self._union((value, i), (twin, i))
         self.members: dict[Place, list[Place]] = {}
+        self._atoms = {slot: len(_type(slot).atoms) for slot, _ in self._parent}
         for place in self._parent:
             self.members.setdefault(self.of(place), []).append(place)
+
+    def places(self, root: Place) -> list[Place]:
+        """All places of a class. Where a scan's blocks, which were one and no atom, are several, one is in front."""
+        found = self.members.get(root, [root])
+        return [(slot, i + len(_type(slot).atoms) - self._atoms.get(slot, len(_type(slot).atoms))) for slot, i in found]
 
     def of(self, place: Place) -> Place:
         root = place
@@ -253,11 +259,7 @@ class _Family:
         self.graph.erase_dead()
         alive = set(self.graph.fx.nodes)
         places = {
-            root: [
-                p
-                for p in self.classes.members.get(root, [root])
-                if (p[0] if isinstance(p[0], fx.Node) else p[0][0]) in alive
-            ]
+            root: [p for p in self.classes.places(root) if (p[0] if isinstance(p[0], fx.Node) else p[0][0]) in alive]
             for root in self.lengths
         }
         (first, *_), axis = self.roots.values(), next(iter(self.roots.values())).axis

@@ -33,6 +33,8 @@ def join_rows(graph: Graph, lengths: Collection[int]) -> None:
             continue
         filled = [given(p)["fill_value"] for p in parts if p.target is aten.full.default]
         rows = [(i, p) for i, p in enumerate(parts) if p.target is not aten.full.default]
+        if any(isinstance(fill, int) and int(float(fill)) != fill for fill in filled):
+            continue  # a move's fill is a float
         if len(rows) == 1 and len(set(filled)) == 1:
             ((i, x),) = rows
             first = sum(type_of(p).shape[dim] for p in parts[:i])
