@@ -20,6 +20,8 @@ WITHOUT = {
     "aten._embedding_bag.default": "of maxima, and of gradients by frequency, which depend on all indices",
     "aten._embedding_bag_backward.default": "of maxima, and of gradients by frequency, which depend on all indices",
     "aten._embedding_bag_per_sample_weights_backward.default": "of maxima, which have none",
+    "aten._batch_norm_with_update_functional.default": "a backend's form of what is traced as an op that has a rule",
+    "aten.batch_norm_backward.default": "of the one before",
     "aten._pdist_forward.default": "of every pair of rows",
     "aten._pdist_backward.default": "of every pair of rows",
     "aten._unsafe_masked_index.default": "of decompositions that a trace does not use",
