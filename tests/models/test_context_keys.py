@@ -18,10 +18,12 @@ from shardc.ir.ops.attention_keys import (
     MERGE_LSE,
     MERGE_PARTS,
     SDPA_PART,
+    SDPA_PART_BWD,
     SPLIT_PARTS,
     WEIGH_PART,
 )
 from shardc.ir.ops.collectives import all_reduce
+from shardc.ir.schema import given
 from shardc.ir.types import TensorType
 from shardc.passes.type_check import type_faults
 
@@ -124,6 +126,23 @@ def test_meshes(mesh: str, x: str, memory: str, causal: bool, keys: int) -> None
 def test_heads_over_another_axis() -> None:
     tp = {"q.*": "tp", "k.*": "tp", "v.*": "tp"}
     exact(merged(compiled(Cross(), 5, 17, "cp=2, tp=2", params=tp)))
+
+
+class Windowed(Cross):
+    """Each row sees the three keys up to its own place."""
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        behind = torch.arange(x.shape[1])[:, None] - torch.arange(memory.shape[1])
+        return super().forward(x, memory, (behind >= 0) & (behind < 3))
+
+
+@pytest.mark.parametrize("mesh", ["cp=4", "cp=2"])
+@FORMS
+def test_a_window_of_keys(mesh: str, hardware: Any) -> None:
+    program = compiled(Windowed(), 17, 17, mesh, hardware=hardware)
+    parts = [node for node in program.body.calls() if node.target in (SDPA_PART, SDPA_PART_BWD)]
+    assert [given(node)["window"] for node in parts] == [3, 3]
+    exact(merged(program))
 
 
 @pytest.mark.parametrize("balance", ["zigzag", "none"])

@@ -1,6 +1,7 @@
 """Recurrences along a sequence that ranks have parts of: loss and every gradient as eager PyTorch has them.
 
-Only states travel: gathered as a factor and an addend where a step is that, else from rank to rank.
+Only states travel: gathered as a factor and an addend where a step is that, else from rank to rank. Longer than 400
+lines: every cell is compared by the same few functions.
 """
 
 from __future__ import annotations
