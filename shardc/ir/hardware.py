@@ -15,6 +15,7 @@ does not depend on the dtype that a model is tested in, nor on how many ranks a 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -167,6 +168,51 @@ class Hardware:
     def flops_per_sent_byte(self, axes: Iterable[str]) -> float:
         """FLOPs of 16-bit products in the time that a rank sends one byte along these axes."""
         return self.bf16_flops_per_second / self.bytes_per_second(axes)
+
+    # ------------------------------------------------------------------ seconds, which predictions are made of
+    def product_seconds(self, batch: int, rows: int, columns: int, depth: int, dtype: torch.dtype) -> float:
+        """`batch` products of rows x depth by depth x columns, in one call of the accelerator."""
+        flops = 2 * batch * rows * columns * depth
+        return self.bf16_flops(flops, dtype) / self.bf16_flops_per_second
+
+    def attention_seconds(self, flops: int, dtype: torch.dtype, *, backward: bool = False) -> float:
+        """A fused attention that computes so many FLOPs, of keys that are not masked away."""
+        return self.bf16_flops(flops, dtype) / self.bf16_flops_per_second
+
+    def memory_seconds(self, size: float) -> float:
+        """A kernel that reads and writes so many bytes."""
+        return size / self.memory_bytes_per_second
+
+    def group_of(self, mesh: Mesh, axes: Iterable[str]) -> Group:
+        """Where the ranks of a group along these axes are: `self` must know the mesh (`on`)."""
+        axes = tuple(axes)
+        size = mesh.size(axes)
+        if not any(axis.partition(":")[0] in self.network_axes for axis in axes):
+            return Group((size,))
+        members = mesh.group_of(0, axes)
+        nodes = len({rank // self.accelerators_per_node for rank in members})
+        return Group((max(1, size // nodes), nodes))
+
+    def collective_seconds(self, kind: str, size: float, group: Group) -> float:
+        """From the moment when all ranks have begun it. `kind` and `size` are those of `ir.collectives`: an all_reduce,
+        all_gather or reduce_scatter of the whole tensor's bytes, an all_to_all or permute of what a rank holds."""
+        k = group.size
+        if k == 1:
+            return 0.0
+        share = {"permute": 1.0, "all_reduce": 2 * (k - 1) / k}.get(kind, (k - 1) / k)
+        rate = self.link_bytes_per_second if len(group.extents) == 1 else self.network_bytes_per_second
+        return self.collective_start_seconds + share * size / rate
+
+
+class Group(NamedTuple):
+    """How a group of ranks lies in the network: (8,) are 8 ranks of a node, (8, 4) 8 in each of 4 nodes, (1, 16) one in
+    each of 16."""
+
+    extents: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.extents)
 
 
 RANGES: Mapping[str, Range] = {
