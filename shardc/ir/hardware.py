@@ -98,9 +98,9 @@ class Tables(Table):
                 name: tuple(rate for rate in getattr(self, name) if not DTYPES[quantity] & set(rate.dtypes))
                 for name in ("products", "attention")
             }
-            return self.model_copy(update=rates)
+            return self.changed(**rates)
         if quantity == "memory_bytes_per_second":
-            return self.model_copy(update={"memory": None})
+            return self.changed(memory=None)
         levels = {
             "link_bytes_per_second": slice(0, 1),
             "network_bytes_per_second": slice(1, None),
@@ -109,8 +109,8 @@ class Tables(Table):
         if levels is None:
             return self
         left = self.links[levels]
-        links = [level.model_copy(update={"series": ()}) if level in left else level for level in self.links]
-        return self.model_copy(update={"links": tuple(links)})
+        links = [level.changed(series=()) if level in left else level for level in self.links]
+        return self.changed(links=tuple(links))
 
 
 DTYPES = {

@@ -198,7 +198,7 @@ def test_contention_slows_both() -> None:
 
 # ---------------------------------------------------------------------- products and attention
 def rate(**other: Any) -> ProductRate:
-    return ProductRate(**{"dtypes": ("bfloat16",), "flops_per_second": 1e12, **other})
+    return ProductRate.model_validate({"dtypes": ("bfloat16",), "flops_per_second": 1e12, **other})
 
 
 def test_a_half_empty_wave_takes_as_long_as_a_full_one() -> None:
@@ -294,6 +294,19 @@ def test_tables_survive_files_and_plans(name: str) -> None:
     assert changed.hardware.value.tables == hardware.tables
     for plan in (changed, changed.self_contained()):
         assert Plan.parse(plan.dump()).hardware.value == changed.hardware.value
+
+
+def test_what_was_asked_before_makes_no_difference() -> None:
+    samples = {"products": [{**rate().model_dump(), "samples": [[1, 8, 8, 8, 1e-6]]}]}
+    first, second = (Hardware.of({**files.named("h200").quantities(), **samples}) for _ in range(2))
+    first.collective_seconds("all_reduce", 2**20, Group((4,)))
+    first.product_seconds(1, 8, 8, 16, BF16)
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first.quantities() == second.quantities()
+    assert first.tables.links[0].changed(series=()).seconds("all_reduce", 2**20, 4, graph=False) is None
+    product = first.tables.products[0]
+    assert product.changed(samples=()).seconds(1, 8, 8, 8, 1e12) == product.model_seconds(1, 8, 8, 8, 1e12)
 
 
 def test_a_changed_quantity_leaves_out_what_it_contradicts() -> None:

@@ -182,12 +182,12 @@ def product_rate(rows: Sequence[Row], like: ProductRate, memory_rate: float) -> 
     depths = sorted({0, 16, 32, 64, 128, 256, like.depth_start})
     rates = [quickest * 1.02**n for n in range(-15, 11)]
     candidates = (
-        like.model_copy(update={"flops_per_second": rate, "start_seconds": start, "depth_start": depth, "samples": ()})
+        like.changed(flops_per_second=rate, start_seconds=start, depth_start=depth, samples=())
         for rate, start, depth in product(rates, starts, depths)
     )
     best = min(candidates, key=misfit)
     samples = tuple((*shape, t) for shape, t in sorted(shapes.items()))
-    return best.model_copy(update={"dtypes": tuple(equals(rows[0].get("dtype", "bfloat16"))), "samples": samples})
+    return best.changed(dtypes=tuple(equals(rows[0].get("dtype", "bfloat16"))), samples=samples)
 
 
 def contention(rows: Iterable[Row]) -> dict[str, float]:

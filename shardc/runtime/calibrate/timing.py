@@ -77,8 +77,9 @@ def timed(call: Call, budget: float, device: str, together: Together = ALONE) ->
     probes = together.slowest([once(call, 1, together), once(call, 1, together)])
     typical = max(min(probes), 1e-9)
     calls = max(1, min(MOST_CALLS, round(SHORT[device] / typical)))
+    # A whole sample tells what one takes where cores are shared: a single call may run in between.
+    (typical,) = together.slowest([once(call, calls, together)])
     count = int(max(LEAST_SAMPLES, min(MOST_SAMPLES, budget / (typical * calls))))
-    once(call, calls, together)
     return Times(tuple(together.slowest([once(call, calls, together) for _ in range(count)])))
 
 
