@@ -98,9 +98,9 @@ class Tables(Table):
                 name: tuple(rate for rate in getattr(self, name) if not DTYPES[quantity] & set(rate.dtypes))
                 for name in ("products", "attention")
             }
-            return self.changed(**rates)
+            return self.model_copy(update=rates)
         if quantity == "memory_bytes_per_second":
-            return self.changed(memory=None)
+            return self.model_copy(update={"memory": None})
         levels = {
             "link_bytes_per_second": slice(0, 1),
             "network_bytes_per_second": slice(1, None),

@@ -333,3 +333,16 @@ def test_the_command_prints_json() -> None:
     done = CliRunner().invoke(main.app, ["calibrate", "--from", str(MEASURED), "--json"])
     hardware = Hardware.of({**DEFAULT.quantities(), **json.loads(done.stdout)["hardware"]})
     assert hardware.tables.attention == H200.tables.attention
+
+
+def test_the_cpu_s_file_is_what_its_measurements_come_to(tmp_path: Path) -> None:
+    rows = read_rows(ROOT / "benchmarks/measurements/cpu.jsonl")
+    path = tmp_path / "cpu.yaml"
+    path.write_text(hardware_text(rows, "cpu", 4, []))
+    assert files.read_file(path) == files.named("cpu-gloo")
+
+
+def test_a_backward_that_took_less_than_forward_has_a_rate() -> None:
+    shape = {"kind": "attention", "backend": "", "mb": 1, "heads": 8, "sequence": 512, "width": 64}
+    for entry in tables([{**shape, "fwd_ms": 2.0, "fwd_bwd_ms": 1.5}])["attention"]:
+        assert entry["flops_per_second"] > 0

@@ -108,7 +108,10 @@ def attention_rates(rows: Iterable[Row], dtypes: Sequence[str]) -> list[dict[str
     for backend, of in shapes.items():
         for backward in (False, True):
             times = {
-                (flops * (BACKWARD if backward else 1), sequence): both - forward if backward else forward
+                # Two measurements of a busy host may differ by more than backward takes.
+                (flops * (BACKWARD if backward else 1), sequence): max(both - forward, both / 10)
+                if backward
+                else forward
                 for (flops, sequence), (forward, both) in of.items()
             }
             figures = {"backend": backend, "backward": backward, **saturating(times)}
