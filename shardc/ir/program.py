@@ -64,7 +64,7 @@ class PlanRecord(TypedDict, total=False):
     text: str  # the plan, as YAML
     seed: int
     batch: Mapping[str, Any]  # of `runtime.execute.batch.describe_sample`
-    hardware: Mapping[str, float]  # the quantities of `ir.hardware.Hardware` that passes weighed their choices by
+    hardware: Mapping[str, Any]  # the quantities and tables of `ir.hardware.Hardware` that passes weighed by
     cut: str  # where the plan says how its pipeline is cut: "plan.yaml:9"
     split: Sequence[str]  # of a step of several microbatches: the inputs that are split into them
     data: str  # "per_rank" where ranks bring parts of a batch

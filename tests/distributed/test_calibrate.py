@@ -43,3 +43,17 @@ def test_this_machine_is_measured(world: int, tmp_path: Path) -> None:
 
 def test_group_sizes() -> None:
     assert [group_sizes(world) for world in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_first_rank_writes(tmp_path: Path) -> None:
+    output, kept = tmp_path / "mine.yaml", tmp_path / "rows.jsonl"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--device", "cpu", "--seconds", "2", "--rows", str(kept), "-o", str(output)]
+    command = [*launcher, "-m", "shardc", "calibrate", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert rows[0]["kind"] == "product"
+    assert rows[-1]["kind"] == "contention"
+    assert files.read_file(output).accelerators_per_node == 2

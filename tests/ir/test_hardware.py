@@ -320,7 +320,10 @@ def test_a_file_of_an_earlier_version_has_no_hardware() -> None:
     assert str(older.explain(0)) == str(program.explain(0))
 
 
-@pytest.mark.parametrize("forged", [{"link": 1.0}, {"link_bytes_per_second": -1.0}, ["h200"], "h200"], ids=json.dumps)
+FORGED = [{"link": 1.0}, {"link_bytes_per_second": -1.0}, ["h200"], "h200", {"links": 3}, {"memory": [[4, 2], [8, 1]]}]
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=json.dumps)
 def test_a_forged_record_is_refused(forged: Any) -> None:
     program = compiled(Waist, lambda: torch.empty(256, 32), "dp=2", {"inputs": {"x": "dp"}})
     text = shardc.Program(**{**vars(program), "plan": {**program.plan, "hardware": forged}}).to_json()

@@ -66,7 +66,8 @@ def measure(machine: Machine, file: Path) -> list[Row] | None:
 
     Starting processes comes on top of the machine's seconds.
     """
-    file.write_text("")
+    if int(os.environ.get("RANK", 0)) == 0:
+        file.write_text("")
     if "RANK" in os.environ:
         rank = int(os.environ["RANK"])
         _measure(rank, machine, str(file), {})
@@ -97,7 +98,6 @@ def _measure(rank: int, machine: Machine, file: str, variables: Mapping[str, str
 
     if not alone:
         dist.init_process_group("cpu:gloo,cuda:nccl" if machine.device == "cuda" else "gloo")
-        dist.barrier()
     begin = time.perf_counter()
     try:
         for row in device_rows(machine.device, machine.seconds * (1 if alone else DEVICE_SHARE)):

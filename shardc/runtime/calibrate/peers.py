@@ -63,7 +63,7 @@ class Peers:
             if self.rank < group_size:
                 left = max(0.0, end - time.perf_counter()) / (len(wanted) - index)
                 yield from self._series(op, group_size, sizes, left)
-            dist.barrier()
+            dist.barrier(self.groups[self.world][1])
         yield from self._contention(max(0.5, seconds * (1 - SHARE)))
 
     def _series(self, op: str, group_size: int, sizes: list[int], seconds: float) -> Iterator[dict[str, Any]]:
