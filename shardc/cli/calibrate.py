@@ -23,10 +23,8 @@ def run(
 ) -> None:
     """Measure, or read `source`; print the file, or write it to `output`, and the measurements to `rows`."""
     if source is not None:
-        measured = read_rows(source)
-        ranks = [row["group"] for row in measured if row["kind"] == "collective"]
         title = ["What is not here is as in default.yaml.", "", f"Written by: shardc calibrate --from {source}"]
-        text = hardware_text(measured, device or "cuda", int(max(ranks, default=1)), title)
+        text = hardware_text(read_rows(source), title)
     else:
         text = calibrate(Machine.at_hand(device, world, seconds), rows)
     if text is None:

@@ -27,7 +27,16 @@ def test_this_machine_is_measured(world: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     kinds = {row["kind"] for row in rows}
-    assert kinds == {"product", "ceiling", "attention", "launch", *(("collective", "contention") if world > 1 else ())}
+    assert rows[0]["kind"] == "machine"
+    assert rows[0]["world"] == world
+    assert kinds == {
+        "machine",
+        "product",
+        "ceiling",
+        "attention",
+        "launch",
+        *(("collective", "contention") if world > 1 else ()),
+    }
     measured = {(row["op"], row["group"]) for row in rows if row["kind"] == "collective"}
     assert measured == {(op, size) for op in OPS for size in group_sizes(world) if op != "p2p" or size == 2}
     assert {row["what"] for row in rows if row["kind"] == "contention"} == (
@@ -54,6 +63,6 @@ def test_under_torchrun_the_first_rank_writes(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert rows[0]["kind"] == "product"
+    assert [row["kind"] for row in rows[:2]] == ["machine", "product"]
     assert rows[-1]["kind"] == "contention"
     assert files.read_file(output).accelerators_per_node == 2

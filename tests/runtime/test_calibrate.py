@@ -191,7 +191,9 @@ def test_a_file_of_everything_that_was_measured(tmp_path: Path) -> None:
     sent = {"kind": "collective", "op": "all_gather", "group": 4, "graph": False}
     collective = [{**sent, "bytes": 2**n, "us": 50 + 2**n / 1e3} for n in (10, 20, 26)]
     path = tmp_path / "mine.yaml"
-    path.write_text(hardware_text([*launch, *beside, *ceiling, product, *collective], "cpu", 4, ["a title"]))
+    machine = {"kind": "machine", "device": "cpu", "world": 4, "units": 1}
+    rows = [machine, *launch, *beside, *ceiling, product, *collective]
+    path.write_text(hardware_text(rows, ["a title"]))
     hardware = files.read_file(path)
     assert (hardware.kernel_launch_seconds, hardware.kernel_gap_seconds) == (4e-6, 1.5e-6)
     assert hardware.tables.contention.product == 1.2
@@ -203,6 +205,11 @@ def test_a_file_of_everything_that_was_measured(tmp_path: Path) -> None:
     assert hardware.collective_start_seconds == pytest.approx(51e-6, rel=0.01)
     assert hardware.collective_seconds("all_gather", 2**20, Group((4,))) == pytest.approx(50e-6 + 2**20 / 1e9, rel=1e-3)
     assert path.read_text().startswith("# a title\n")
+    assert not hardware.tables.products[0].tiles[1:]
+    assert hardware.unaligned_slowdown == 1
+    path.write_text(hardware_text([{**machine, "device": "cuda", "units": 132}, *rows[1:]], []))
+    assert files.read_file(path).tables.products[0].units == 132
+    assert files.read_file(path).unaligned_slowdown == DEFAULT.unaligned_slowdown
 
 
 # ---------------------------------------------------------------------- files
@@ -338,7 +345,7 @@ def test_the_command_prints_json() -> None:
 def test_the_cpu_s_file_is_what_its_measurements_come_to(tmp_path: Path) -> None:
     rows = read_rows(ROOT / "benchmarks/measurements/cpu.jsonl")
     path = tmp_path / "cpu.yaml"
-    path.write_text(hardware_text(rows, "cpu", 4, []))
+    path.write_text(hardware_text(rows, []))
     assert files.read_file(path) == files.named("cpu-gloo")
 
 

@@ -98,6 +98,7 @@ def _measure(rank: int, machine: Machine, file: str, variables: Mapping[str, str
 
     if not alone:
         dist.init_process_group("cpu:gloo,cuda:nccl" if machine.device == "cuda" else "gloo")
+    note(about(machine))
     begin = time.perf_counter()
     try:
         for row in device_rows(machine.device, machine.seconds * (1 if alone else DEVICE_SHARE)):
@@ -112,21 +113,30 @@ def _measure(rank: int, machine: Machine, file: str, variables: Mapping[str, str
             dist.destroy_process_group()
 
 
-def product_like(device: str) -> ProductRate | None:
-    """Units and tiles of the GPU at hand; of a CPU none."""
-    if device != "cuda" or not torch.cuda.is_available():
-        return None
-    units = torch.cuda.get_device_properties(0).multi_processor_count
-    return ProductRate(dtypes=(), flops_per_second=1e14, units=units, tiles=TILES)
+def about(machine: Machine) -> dict[str, Any]:
+    """The first row: what the others are of. `units` compute tiles of a product at the same time."""
+    on_gpus = machine.device == "cuda"
+    return {
+        "kind": "machine", "device": machine.device, "world": machine.world,
+        "units": torch.cuda.get_device_properties(0).multi_processor_count if on_gpus else 1,
+        "name": torch.cuda.get_device_name(0) if on_gpus else f"{os.cpu_count()} cores, {platform.machine()}",
+        "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": machine.seconds,
+    }  # fmt: skip
 
 
-def hardware_text(rows: Sequence[Row], device: str, world: int, title: Sequence[str]) -> str:
-    """The file of hardware that rows come to."""
-    fitted = tables(rows, product_like(device))
+def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
+    """The file of hardware that rows come to. Where none says of which machine they are, they are taken to be of one
+    node with as many GPUs as the largest group has."""
+    groups: list[int] = [row["group"] for row in rows if row["kind"] == "collective"]
+    unknown: Row = {"device": "cuda", "world": max(groups, default=1), "units": 1}
+    machine: Row = next((row for row in rows if row["kind"] == "machine"), unknown)
+    like = ProductRate(dtypes=(), flops_per_second=1e14, units=machine["units"], tiles=TILES)
+    fitted = tables(rows, like if machine["units"] > 1 else None)
     told: dict[str, Any] = quantities(rows, fitted)
     told["network_bytes_per_second"] = told.get("link_bytes_per_second", Hardware().network_bytes_per_second)
+    world: int = machine["world"]
     told["accelerators_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if device == "cpu":
+    if machine["device"] == "cpu":
         told["unaligned_slowdown"] = 1
     sources = dict.fromkeys(told, "measured") | {
         "network_bytes_per_second": "not measured: as inside the node",
@@ -142,15 +152,15 @@ def hardware_text(rows: Sequence[Row], device: str, world: int, title: Sequence[
     return hardware_yaml({**told, **fitted}, sources, title)
 
 
-def about_this_host(machine: Machine) -> list[str]:
+def title_of(machine: Row) -> list[str]:
     """Of the file's head: what was measured, with what, and when."""
-    on_gpus = machine.device == "cuda"
-    name = torch.cuda.get_device_name(0) if on_gpus else f"{os.cpu_count()} cores, {platform.machine()}"
-    versions = f"{'NCCL' if on_gpus else 'gloo'}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    backend = "NCCL" if machine["device"] == "cuda" else "gloo"
+    options = f"--device {machine['device']} --world {machine['world']} --seconds {machine['seconds']:g}"
     return [
-        f"{machine.world} ranks, {name}; {versions}. What is not here is as in default.yaml.",
+        f"{machine['world']} ranks, {machine['name']}; {backend}, torch {machine['torch']}, {machine['date']}.",
+        "What is not here is as in default.yaml.",
         "",
-        f"Written by: shardc calibrate --device {machine.device} --world {machine.world} --seconds {machine.seconds:g}",
+        f"Written by: shardc calibrate {options}",
     ]
 
 
@@ -159,4 +169,4 @@ def calibrate(machine: Machine, file: Path | None = None) -> str | None:
     left in `file` if one is given."""
     with tempfile.TemporaryDirectory(prefix="shardc-") as folder:
         rows = measure(machine, file or Path(folder) / "rows.jsonl")
-    return None if rows is None else hardware_text(rows, machine.device, machine.world, about_this_host(machine))
+    return None if rows is None else hardware_text(rows, title_of(rows[0]))

@@ -36,7 +36,7 @@ class Peers:
     def __init__(self, device: str) -> None:
         self.device, self.rank, self.world = device, dist.get_rank(), dist.get_world_size()
         # Every rank makes every group, in one order. The second of each is for agreeing, outside of the GPU's streams.
-        self.groups = {
+        self.groups: dict[int, tuple[Any, Any]] = {
             size: (dist.new_group(list(range(size))), dist.new_group(list(range(size)), backend="gloo"))
             for size in group_sizes(self.world)
         }
