@@ -26,7 +26,7 @@ from shardc.runtime.execute.measured_timeline import StepClock, gather_timeline,
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.execute.monitor import Monitor
 from shardc.runtime.execute.peer_groups import PeerGroups, groups_of, ranks_of_position
-from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
+from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used, axes_used_twice
 from shardc.runtime.execute.step_epilogue import blame_failures
 from shardc.runtime.train.agreement import ranks_text, sides
 from shardc.runtime.train.consensus import Consensus
@@ -113,8 +113,9 @@ class Job:
         mesh, count = self.body.mesh, len(program.lists.ranks)
         copies = [[program.rank_of(c, i) for i in range(mesh.world_size)] for c in range(count)]
         axes = {frozenset(axis_names): axis_names for graph in _all_graphs(program) for axis_names in axes_used(graph)}
+        twice = {frozenset(names): names for graph in _all_graphs(program) for names in axes_used_twice(graph)}
         self.comm = ProcessGroupCommunicator(
-            mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program), known
+            *(mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program), known, twice.values())
         )
         self.links = PeerGroups(ranks_of_position(program, self.i), self.comm.group, self.device, member.limit)
         if member.on_gpu:
