@@ -1,8 +1,8 @@
 """The collectives of an emitted program. Each is written once, as what one rank does before and after the ranks meet.
 
-    front = x.reshape(atoms).movedim(pos, 0)            before: bring the atom concerned to the front
-    chunks = yield Exchange("all_gather", front, axes)  the ranks of a group meet
-    return chunks.flatten(0, 1).movedim(0, pos)         after: put it back
+    atoms = x.reshape(atoms).contiguous()               before: what is sent lies in one piece
+    chunks = yield Exchange("all_gather", atoms, axes)  the ranks of a group meet
+    return chunks.movedim(0, pos).flatten(pos, pos + 1) after: chunks are put where they belong
 
 `yield` hands the exchange to whoever runs the rank: a communicator over real processes, or the simulator, which holds
 every rank's generator at once. Before it a collective reads its operand and the mesh alone, after it what it received
@@ -103,9 +103,8 @@ def late(steps: Callable[..., Steps], *args: Any) -> Steps:
 
 
 def _all_gather(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, size: int, shape: list[int]) -> Steps:
-    front = x.reshape(atoms).movedim(pos, 0).contiguous()
-    chunks = yield Exchange("all_gather", front, tuple(axes))
-    return _back(chunks.flatten(0, 1)[:size], pos, shape)
+    chunks = yield Exchange("all_gather", _whole(x.reshape(atoms)), tuple(axes))
+    return _joined(chunks, pos, size, shape)
 
 
 def _gather_blocks(
@@ -120,9 +119,8 @@ def _gather_blocks(
 ) -> Steps:
     """The same of an atom of blocks: `counts` are those of the gathered atom, negative where a block is not cut."""
     pieces = _pieces(axes, told_blocks(counts, units, reverse))
-    front = x.reshape(atoms).movedim(pos, 0).contiguous()
-    chunks = yield Exchange("all_gather", front, tuple(axes))
-    return _join(chunks.movedim(1, pos + 1), pieces, pos, shape)
+    chunks = yield Exchange("all_gather", _whole(x.reshape(atoms)), tuple(axes))
+    return _join(chunks, pieces, pos, shape)
 
 
 class _Piece(NamedTuple):
@@ -163,24 +161,22 @@ def _join(chunks: torch.Tensor, pieces: Sequence[_Piece], pos: int, shape: list[
     whole = chunks.new_empty(shape)
     atoms = whole.view(sizes)
     for piece in own:
-        atoms.narrow(pos, piece.start, piece.size).copy_(chunks[piece.member].narrow(pos, piece.held, piece.size))
+        _copy(chunks[piece.member].narrow(pos, piece.held, piece.size), atoms.narrow(pos, piece.start, piece.size))
     return whole
 
 
-def _cut_blocks(x: torch.Tensor, pos: int, axes: list[str], blocks: Blocks, *, front: bool = False) -> torch.Tensor:
-    """Dim `pos`, an atom of blocks, as what each group member has of it: [group, ..., its local size, ...], or with the
-    local size in front of the other dims. Zero where a member's share of a block is shorter than the longest."""
+def _cut_blocks(x: torch.Tensor, pos: int, axes: list[str], blocks: Blocks) -> torch.Tensor:
+    """Dim `pos`, an atom of blocks, as what each group member has of it: [group, ..., its local size, ...]. Zero where
+    a member's share of a block is shorter than the longest."""
     mesh = current().mesh
     group, local = mesh.size(axes), int(blocks.local(axes, mesh))
     sizes = [*x.shape]
-    del sizes[pos]
-    sizes.insert(0 if front else pos, local)
+    sizes[pos] = local
     pieces = _pieces(axes, blocks)
     full = sum(piece.size for piece in pieces) == group * local
     cut = (x.new_empty if full else x.new_zeros)((group, *sizes))
-    parts = cut.movedim(1, pos + 1) if front else cut
     for piece in pieces:
-        parts[piece.member].narrow(pos, piece.held, piece.size).copy_(x.narrow(pos, piece.start, piece.size))
+        _copy(x.narrow(pos, piece.start, piece.size), cut[piece.member].narrow(pos, piece.held, piece.size))
     return cut
 
 
@@ -197,12 +193,9 @@ def _reduce_scatter(
 ) -> Steps:
     """`counts`, `units` and `reverse` are those of an atom of blocks, each of which is cut."""
     whole = x.reshape(atoms)
-    if counts:
-        cut = _cut_blocks(whole, pos, axes, told_blocks(counts, units, reverse), front=True)
-    else:
-        cut = _cut(whole, pos, axes).movedim(pos + 1, 1).contiguous()
-    row = yield Exchange("reduce_scatter", cut, tuple(axes), op)
-    return _back(row, pos, shape)
+    cut = _cut_blocks(whole, pos, axes, told_blocks(counts, units, reverse)) if counts else _cut(whole, pos, axes)
+    row = yield Exchange("reduce_scatter", _whole(cut), tuple(axes), op)
+    return row.view(shape)
 
 
 def _all_to_all(
@@ -223,11 +216,10 @@ def _all_to_all(
     cut = _cut_blocks(whole, split, axes, blocks) if splits_blocks else _cut(whole, split, axes)
     joins_blocks = bool(counts) and not splits_blocks
     pieces = _pieces(axes, blocks) if joins_blocks else ()
-    received = yield Exchange("all_to_all", cut.contiguous(), tuple(axes))
+    received = yield Exchange("all_to_all", _whole(cut), tuple(axes))
     if joins_blocks:
         return _join(received, pieces, concat, shape)
-    joined = received.movedim(0, concat).flatten(concat, concat + 1).narrow(concat, 0, size)
-    return joined.reshape(shape).contiguous()
+    return _joined(received, concat, size, shape)
 
 
 def _permute_ranks(x: torch.Tensor, axes: list[str], source: list[int]) -> Steps:
@@ -248,9 +240,35 @@ def _chunks(x: torch.Tensor, pos: int, group: int, chunk: int) -> torch.Tensor:
     return x.unflatten(pos, (group, chunk)).movedim(pos, 0)
 
 
-def _back(x: torch.Tensor, pos: int, shape: list[int]) -> torch.Tensor:
-    """Undo the move to the front, and leave atoms for dims."""
-    return x.movedim(0, pos).reshape(shape).contiguous()
+def _joined(chunks: torch.Tensor, pos: int, size: int, shape: list[int]) -> torch.Tensor:
+    """Chunks of dim `pos`, [group, ..., n, ...] -> [..., size, ...], without what was padded, as dims."""
+    front = chunks.movedim(0, pos)
+    return _whole(front).flatten(pos, pos + 1).narrow(pos, 0, size).reshape(shape).contiguous()
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """The same elements without gaps, in the order of the dims."""
+    if x.is_contiguous():
+        return x
+    whole = x.new_empty(x.shape)
+    _copy(x, whole)
+    return whole
+
+
+def _copy(x: torch.Tensor, into: torch.Tensor) -> None:
+    """Kernels that copy strided tensors move an element at a time, so pieces of rows are taken for elements of 16 bytes
+    where they can be."""
+    each = 16 // x.element_size()
+    if each > 1 and all(_in_units(t, each) for t in (x, into)):
+        x, into = x.view(torch.complex128), into.view(torch.complex128)
+    into.copy_(x)
+
+
+def _in_units(x: torch.Tensor, each: int) -> bool:
+    """Does x consist of aligned runs of so many elements?"""
+    if x.ndim == 0 or x.stride(-1) != 1 or x.is_conj() or x.is_neg():
+        return False
+    return not any(n % each for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
 
 
 def run_collective(steps: Callable[..., Steps], *args: Any) -> torch.Tensor:
