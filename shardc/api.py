@@ -27,7 +27,9 @@ from shardc.compiler.rank import Rank
 from shardc.compiler.request import Kept, Mode, Request, compiled, rows_of
 from shardc.compiler.what_varies import header
 from shardc.cost.flops import Flops
-from shardc.explain.fusion import Explained, explain_value
+from shardc.explain.fusion import Explained, explain_value, why_unfused
+from shardc.explain.lock_report import LockReport, compare, with_fusion
+from shardc.explain.lockfile import Lock, lock_of
 from shardc.explain.transfer import cause_of
 from shardc.frontend.cached_model import Form
 from shardc.frontend.model_changes import CompiledModel, changed
@@ -254,6 +256,22 @@ class Program(data.Program):
     def memory(self) -> ProgramMemory:
         """What a rank holds over a step, by category: stored, and at the peak; of a pipeline, rank by rank."""
         return memory(self.staged)
+
+    def lock(self) -> Lock:
+        """What a step costs, as facts to keep in a file: `program.lock().write("shardc.lock")`."""
+        return lock_of(self, self.staged)
+
+    def check(
+        self, lock: Lock | str | Path, *, tolerance: float | Mapping[str, float] = 0.0, origin: str = ""
+    ) -> LockReport:
+        """Compare with a lock, or the lockfile at a path: what costs more, by how much, where, and why.
+
+        `tolerance` is the share by which amounts may grow: of all, or by kind, as {"memory": 0.02}. Raises ShardcError:
+        SC411 for what is no lockfile, SC412 for one of another version, plan, mesh or batch, SC413 for a tolerance.
+        """
+        before = lock if isinstance(lock, Lock) else Lock.read(lock)
+        report = compare(before, self.lock(), tolerance, origin or ("" if isinstance(lock, Lock) else str(lock)))
+        return with_fusion(report, lambda: why_unfused(self, self.staged))
 
     def flops(self) -> Flops:
         """What a rank computes in a step, by phase and op; with a pipeline, the rank that computes most."""

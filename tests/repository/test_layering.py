@@ -166,7 +166,9 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
-        "shardc.explain": "__init__ collective fusion halo plan_edits provenance ring transfer unfused what_if",
+        "shardc.explain": """
+            __init__ collective fusion halo lock_report lockfile plan_edits provenance ring transfer unfused what_if
+        """,
     },
     {
         "shardc.page": "__init__ content render",
@@ -177,7 +179,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.cli": """
             __init__ as_json commands console doctor generation host_memory ir_printer kernel_list kernel_sources
-            left_out local_launch main optimizers pipeline_summary summary targets
+            left_out local_launch locking main optimizers pipeline_summary summary targets
         """,
     },
     {
