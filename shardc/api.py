@@ -27,6 +27,7 @@ from shardc.compiler.rank import Rank
 from shardc.compiler.request import Kept, Mode, Request, compiled, rows_of
 from shardc.compiler.what_varies import header
 from shardc.cost.flops import Flops
+from shardc.cost.prediction import Prediction
 from shardc.explain.fusion import Explained, explain_value, why_unfused
 from shardc.explain.lock_report import LockReport, compare, with_fusion
 from shardc.explain.lockfile import Lock, lock_of
@@ -44,6 +45,7 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.files import write_text
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import info
+from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import SCALE
 from shardc.ir.ops.streams import step_key
@@ -51,10 +53,12 @@ from shardc.page.content import PassRecorder, content
 from shardc.page.render import frame, render
 from shardc.partition import rank_costs
 from shardc.partition.memory import ProgramMemory, memory
+from shardc.partition.prediction import predict
 from shardc.partition.same_state import refuse_other_state
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.type_check import unknown_ops
+from shardc.plan.hardware import DEFAULT_NAME, find_hardware
 from shardc.plan.schema import TOTAL, Plan
 from shardc.runtime.execute.batch import batch_inputs
 from shardc.runtime.execute.data_parts import data_parts_of
@@ -298,6 +302,18 @@ class Program(data.Program):
             raise error("SC220", "the program has no pipeline, so there is no timeline", hint=hint)
         staged = self.staged
         return replay(staged.lists, staged.costs if costs is None else checked_costs(costs, len(staged.stages)))
+
+    def predict(self, hardware: str | Path | Hardware | None = None) -> Prediction:
+        """What a step takes on a machine: its time, tokens a second, MFU, exposed collectives, bubble, peak memory.
+
+            print(program.predict("h200"))
+
+        hardware    the name of a file in configs/hardware, the path of such a file, or a `Hardware`; None: the plan's
+
+        Raises ShardcError (SC208) for a name that is not known, or a file that describes no hardware.
+        """
+        chosen, name = find_hardware(self.plan.get("hardware", DEFAULT_NAME) if hardware is None else hardware)
+        return predict(self.staged, self.reference, chosen, name)
 
     def text(self, *, fold: bool = False) -> str:
         """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages.

@@ -108,3 +108,20 @@ def read_file(path: Path) -> Hardware:
     if problems := problems_of(quantities):
         raise ShardcError(*(replace(wrong, location=str(path)) for wrong in problems.values()))
     return Hardware.of(quantities)
+
+
+def find_hardware(wanted: str | Path | Mapping[str, Any] | Hardware) -> tuple[Hardware, str]:
+    """The hardware of a name, of a file's path, of its quantities, or itself; and what to call it.
+
+    Raises ShardcError (SC208) for any other.
+    """
+    if isinstance(wanted, Hardware):
+        return wanted, "this hardware"
+    if isinstance(wanted, Mapping):
+        return Hardware.of(wanted), DEFAULT_NAME
+    if isinstance(wanted, Path) or Path(wanted).suffix in (".yaml", ".yml"):
+        return read_file(Path(wanted)), Path(wanted).stem
+    if wanted not in names():
+        hint = did_you_mean(wanted, names(), "hardware")
+        raise ShardcError(Diagnostic("SC208", f"there is no hardware named {wanted!r}", hint=hint))
+    return named(wanted), wanted

@@ -42,7 +42,6 @@ FLOORS: list[dict[str, str]] = [
             linalg local matmul norm notation pointwise pool projection random reduction registry scan section shift
             view window
         """,
-        "shardc.cost": "__init__ flops memory",
         "shardc.schedule": """
             __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
             schedules.breadth_first schedules.dualpipe_v schedules.gpipe schedules.greedy schedules.interleaved
@@ -80,6 +79,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
+        "shardc.cost": "__init__ call_seconds flops memory prediction streams",
         "shardc.plan": """
             __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values
         """,
@@ -118,8 +118,8 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.partition": """
             __init__ balance cross_stage_buffers cut extract_subgraph gather_hoisting memory memory_walk
-            microbatch_sums program_counter rank_costs same_cut same_state split_backward stage_arena stage_parts
-            stage_recompute staged_check staged_program step_analysis step_epilogue transfer_report
+            microbatch_sums prediction program_counter rank_costs same_cut same_state split_backward stage_arena
+            stage_parts stage_recompute staged_check staged_program step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
             __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode expert_masks
