@@ -261,20 +261,30 @@ class Program(data.Program):
         """What a rank holds over a step, by category: stored, and at the peak; of a pipeline, rank by rank."""
         return memory(self.staged)
 
-    def lock(self) -> Lock:
-        """What a step costs, as facts to keep in a file: `program.lock().write("shardc.lock")`."""
-        return lock_of(self, self.staged)
+    def lock(self, hardware: str | Path | Hardware | None = None) -> Lock:
+        """What a step costs, as facts to keep in a file: `program.lock().write("shardc.lock")`.
+
+        With `hardware`, as of `predict`, the predicted step is one of them.
+        """
+        return lock_of(self, self.staged, None if hardware is None else self.predict(hardware))
 
     def check(
-        self, lock: Lock | str | Path, *, tolerance: float | Mapping[str, float] = 0.0, origin: str = ""
+        self,
+        lock: Lock | str | Path,
+        hardware: str | Path | Hardware | None = None,
+        *,
+        tolerance: float | Mapping[str, float] = 0.0,
+        origin: str = "",
     ) -> LockReport:
-        """Compare with a lock, or the lockfile at a path: what costs more, by how much, where, and why.
+        """Compare with a lock, or the lockfile at a path: what costs more, by how much, where, and why. The step is
+        predicted as it was then, on the hardware that the lock names, unless another is given.
 
         `tolerance` is the share by which amounts may grow: of all, or by kind, as {"memory": 0.02}. Raises ShardcError:
         SC411 for what is no lockfile, SC412 for one of another version, plan, mesh or batch, SC413 for a tolerance.
         """
         before = lock if isinstance(lock, Lock) else Lock.read(lock)
-        report = compare(before, self.lock(), tolerance, origin or ("" if isinstance(lock, Lock) else str(lock)))
+        after = self.lock(before.predicted_on if hardware is None else hardware)
+        report = compare(before, after, tolerance, origin or ("" if isinstance(lock, Lock) else str(lock)))
         return with_fusion(report, lambda: why_unfused(self, self.staged))
 
     def flops(self) -> Flops:

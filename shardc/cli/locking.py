@@ -16,7 +16,9 @@ from shardc.explain.lockfile import AMOUNTS, Lock
 from shardc.ir.diagnostic import error
 
 
-def lock(asked: Asked, path: Path, *, check: bool, tolerance: Sequence[str], as_json: bool) -> None:
+def lock(
+    asked: Asked, path: Path, *, hardware: str | None, check: bool, tolerance: Sequence[str], as_json: bool
+) -> None:
     """Exits with 1 where `check` finds that the program costs more than its lockfile allows."""
     if tolerance and not check:
         raise error("SC105", "--tolerance is of a comparison", hint="write --check beside it, or leave it out")
@@ -25,14 +27,14 @@ def lock(asked: Asked, path: Path, *, check: bool, tolerance: Sequence[str], as_
     program, _ = compiled(asked, meta=True)
     diagnose(program.diagnostics)
     if before is None:
-        locked = program.lock()
+        locked = program.lock(hardware)
         locked.write(path)
         if as_json:
             write_json({"written": str(path), "amounts": {".".join(key): n for key, n in locked.amounts().items()}})
         else:
             typer.echo(f"written to {path}: {len(locked.facts)} facts")
         return
-    report = program.check(before, tolerance=shares, origin=str(path))
+    report = program.check(before, hardware, tolerance=shares, origin=str(path))
     if as_json:
         write_json(_plain(report))
     else:

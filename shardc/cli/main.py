@@ -233,6 +233,10 @@ def lock(
     check: Annotated[
         bool, typer.Option("--check", help="Compare with FILE, and fail (exit code 1) where the program costs more.")
     ] = False,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Predict the step on it: a name, or a YAML file; by --check as FILE says."),
+    ] = None,
     tolerance: Annotated[
         list[str] | None,
         typer.Option(
@@ -249,7 +253,7 @@ def lock(
     from shardc.cli import locking
 
     asked = _asked(target, plan, mesh, strict, optimizer, mode)
-    locking.lock(asked, output, check=check, tolerance=tolerance or [], as_json=as_json)
+    locking.lock(asked, output, hardware=hardware, check=check, tolerance=tolerance or [], as_json=as_json)
 
 
 @app.command(epilog=EPILOG)

@@ -56,8 +56,8 @@ class Change:
         for place in self.places[:MOST_PLACES]:
             lines.append(f"  {_amount(self.key, place.change)} more in {place.module}")
             for reason in place.reasons[:MOST_REASONS]:
-                text = f"    %{reason.value}" + (f", {reason.source}" if reason.source else "")
-                lines.append(f"{text}: {reason.cause}" if reason.cause else text)
+                text = ", ".join(filter(None, (reason.value and f"%{reason.value}", reason.source)))
+                lines.append("    " + ": ".join(filter(None, (text, reason.cause))))
         if more := len(self.places) - MOST_PLACES:
             lines += [f"  and in {more} more modules"] if more > 0 else []
         return "\n".join(lines)
@@ -176,6 +176,8 @@ def _name(key: Key) -> str:
             return names.get(what, "kernels that move data")
         case ("memory", what):
             return "memory at the peak" if what == "peak" else "memory that is stored"
+        case (_, what):
+            return "predicted step" if what == "step_ms" else "predicted time that collectives are waited for"
         case _:
             return " ".join(key)
 
@@ -185,4 +187,4 @@ def _amount(key: Key, value: float) -> str:
         return human_bytes(value)
     if key[0] == "flops":
         return human_flops(int(value))
-    return f"{value:,.6g}"
+    return f"{value:,.4g} ms" if key[0] == "prediction" else f"{value:,.0f}"

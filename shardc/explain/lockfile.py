@@ -36,6 +36,7 @@ import torch
 from kernels_triton.match.op import KERNELS, OPS
 from shardc.cost.flops import node_flops
 from shardc.cost.memory import PHASES
+from shardc.cost.prediction import Prediction
 from shardc.explain.transfer import cause_of
 from shardc.ir.collectives import collectives
 from shardc.ir.diagnostic import error
@@ -63,7 +64,8 @@ _REWRITE = "write the file anew: run `shardc lock` with the same arguments, with
 
 
 class Reason(NamedTuple):
-    """Why there is something in a module: a value, its line in the model, and the annotation that led to it."""
+    """Why there is something in a module: a value ("" for several), its line in the model, and the annotation that led
+    to it."""
 
     value: str
     source: str
@@ -109,6 +111,11 @@ class Lock:
         """Raises ShardcError (SC409) where the file cannot be written."""
         write_text(path, self.text())
 
+    @property
+    def predicted_on(self) -> str | None:
+        """The hardware that a prediction is of; None without one."""
+        return str(name) if (name := self.facts.get(("of", "predicted_on"))) is not None else None
+
     @classmethod
     def parse(cls, text: str, origin: str = "<text>") -> Lock:
         """Raises ShardcError: SC411 for what is no lockfile, SC412 for one of another format."""
@@ -140,15 +147,16 @@ class Lock:
         return cls.parse(text, str(path))
 
 
-def lock_of(program: Program, staged: StagedProgram, predicted: Mapping[str, Value] | None = None) -> Lock:
-    """The lock of a program, whose stages are `staged`. `predicted` are facts of a prediction, by name."""
+def lock_of(program: Program, staged: StagedProgram, predicted: Prediction | None = None) -> Lock:
+    """The lock of a program, whose stages are `staged`, and what is predicted of it."""
     gathered = _Facts()
     gathered.about(program)
     gathered.communication(program, staged)
     gathered.kernels(staged)
     gathered.memory(staged)
     gathered.flops(program, staged)
-    gathered.facts |= {("prediction", name): value for name, value in (predicted or {}).items()}
+    if predicted is not None:
+        gathered.prediction(predicted)
     return Lock(gathered.facts, gathered.reasons)
 
 
@@ -231,6 +239,23 @@ class _Facts:
             if count := node_flops(body, node) * (body.microbatches if node in repeated else 1):
                 about = info(node)
                 self.part(("flops", PHASES[about.phase]), count, about.fqn, Reason(about.name, about.source, ""))
+
+    def prediction(self, predicted: Prediction) -> None:
+        """The places of a step's time are kinds of calls; those of time that is exposed, kinds of collectives."""
+        self.facts["of", "predicted_on"] = predicted.hardware
+        self.facts["prediction", "step_ms"] = _rounded(predicted.step_ms)
+        self.facts["prediction", "exposed_ms"] = _rounded(predicted.exposed_total_ms)
+        for kind, ms in predicted.kinds_ms.items():
+            self.facts["where", "prediction", kind, "step_ms"] = _rounded(ms)
+        for row in predicted.exposed_ms:
+            where = ("where", "prediction", f"{row.kind} over {'.'.join(row.axes)}, {PHASES[row.phase]}", "exposed_ms")
+            self.facts[where] = _rounded(float(self.facts.get(where, 0.0)) + row.exposed_ms)
+            self.reasons.setdefault(where, []).append(Reason("", row.source, row.cause))
+
+
+def _rounded(ms: float) -> float:
+    """To four digits: what a prediction is to be compared by."""
+    return float(f"{ms:.4g}")
 
 
 def _digest(text: str) -> str:

@@ -271,6 +271,22 @@ def test_tolerances_that_are_none(tolerance: float | dict[str, float], locked: L
     assert refused.value.code == "SC413"
 
 
+def test_the_predicted_step_is_compared_on_the_hardware_of_the_lock() -> None:
+    one = program()
+    lock = one.lock("h200")
+    predicted = one.predict("h200")
+    assert lock.facts["prediction", "step_ms"] == pytest.approx(predicted.step_ms, rel=1e-3)
+    assert one.check(Lock.parse(lock.text())).ok
+    slower = program(Keeps).check(lock)
+    change = next(change for change in slower.worse if change.key == ("prediction", "step_ms"))
+    assert change.places
+    assert "predicted step: " in str(slower)
+    with pytest.raises(ShardcError, match="another predicted_on"):
+        one.check(lock, "default")
+    with pytest.raises(ShardcError, match="another predicted_on"):
+        one.check(one.lock(), "h200")
+
+
 def test_a_pipeline_has_its_transfers() -> None:
     piped = shardc.compile(
         Net(count=2).to("meta"),
