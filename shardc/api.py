@@ -26,6 +26,7 @@ from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
 from shardc.compiler.request import Kept, Mode, Request, compiled, rows_of
 from shardc.compiler.what_varies import header
+from shardc.cost.failures import FailureCost, failure_cost
 from shardc.cost.flops import Flops
 from shardc.cost.prediction import Prediction
 from shardc.explain.fusion import Explained, explain_value, why_unfused
@@ -52,6 +53,7 @@ from shardc.ir.ops.streams import step_key
 from shardc.page.content import PassRecorder, content
 from shardc.page.render import frame, render
 from shardc.partition import rank_costs
+from shardc.partition.checkpoint_bytes import RELAUNCH_SECONDS, recovery
 from shardc.partition.memory import ProgramMemory, memory
 from shardc.partition.prediction import predict
 from shardc.partition.same_state import refuse_other_state
@@ -324,6 +326,29 @@ class Program(data.Program):
         """
         chosen, name = find_hardware(self.plan.get("hardware", DEFAULT_NAME) if hardware is None else hardware)
         return predict(self.staged, self.reference, chosen, name)
+
+    def failures(
+        self,
+        node_mtbf_hours: float,
+        hardware: str | Path | Hardware | None = None,
+        *,
+        relaunch_seconds: float = RELAUNCH_SECONDS,
+        restarted: Program | None = None,
+    ) -> FailureCost:
+        """What nodes that fail cost: a save and a restart in seconds, how often to save, and the share of time that is
+        work which counts, for nodes that run so many hours between two failures.
+
+        hardware            as of `predict`; its `storage_bytes_per_second` is what a rank writes to and reads from
+        relaunch_seconds    from a failure until new processes have met
+        restarted           the program of the mesh that the job restarts on, if that is another
+
+        Raises ShardcError (SC208) for hours that are none, and for hardware as `predict` does.
+        """
+        chosen, _ = find_hardware(self.plan.get("hardware", DEFAULT_NAME) if hardware is None else hardware)
+        other = None if restarted is None else restarted.staged
+        nodes = -(-self.mesh.world_size // chosen.accelerators_per_node)
+        step = self.predict(chosen).step_ms / 1e3
+        return failure_cost(recovery(self.staged, chosen, relaunch_seconds, other), nodes, node_mtbf_hours, step)
 
     def text(self, *, fold: bool = False) -> str:
         """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages.

@@ -70,6 +70,7 @@ class Hardware:
     inside its node, `network_bytes_per_second` what it sends to other nodes. `collective_start_seconds` passes before a
     collective moves its first byte. `kernel_launch_seconds` is the time of the CPU for one launch,
     `kernel_gap_seconds` that of the accelerator between two kernels. `bucket_bytes` are those of a full bucket.
+    `storage_bytes_per_second` is what an accelerator writes to, or reads from, the checkpoints' storage while all do.
     Products whose rows are no multiples of `row_alignment_bytes` take `unaligned_slowdown` times as long at the least.
     """
 
@@ -83,6 +84,7 @@ class Hardware:
     collective_start_seconds: float = _delay(20e-6)
     kernel_launch_seconds: float = _delay(5e-6)
     kernel_gap_seconds: float = _delay(1.05e-6)
+    storage_bytes_per_second: float = _rate(1.25e8)
     bucket_bytes: int = _whole(25 * 2**20, 1, 2**40)
     row_alignment_bytes: int = _whole(16, 2, 256, binary=True)
     unaligned_slowdown: float = dataclasses.field(default=4.0, metadata={"range": Range(1, 100)})

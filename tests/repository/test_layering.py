@@ -79,7 +79,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
-        "shardc.cost": "__init__ call_seconds flops memory prediction streams",
+        "shardc.cost": "__init__ call_seconds failures flops memory prediction streams",
         "shardc.plan": """
             __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values
         """,
@@ -117,7 +117,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.partition": """
-            __init__ balance cross_stage_buffers cut extract_subgraph gather_hoisting memory memory_walk
+            __init__ balance checkpoint_bytes cross_stage_buffers cut extract_subgraph gather_hoisting memory memory_walk
             microbatch_sums prediction program_counter rank_costs same_cut same_state split_backward stage_arena
             stage_parts stage_recompute staged_check staged_program step_analysis step_epilogue transfer_report
         """,
