@@ -90,15 +90,11 @@ class _Costs:
         made = self._made(node)
         if not made and node not in self.unread:
             return NOTHING
-        kind: Kind = "elementwise"
         size = made + self.unread.get(node, 0)
         if (kernel := kernel_of(node.target, node.args)) is not None:
             return CallCost("fused", self.hardware.memory_seconds(kernel.bytes_moved))
-        packet = name.partition(".")[0] if not name.startswith("shardc.") else name
-        if name in COPIES or packet in COPIES:
-            kind = "copy"
-        elif packet in REDUCTIONS:
-            kind = "reduction"
+        packet = name if name.startswith("shardc.") else name.partition(".")[0]
+        kind: Kind = "copy" if packet in COPIES else "reduction" if packet in REDUCTIONS else "elementwise"
         size += self._read(node, name, packet, made)
         return CallCost(kind, self.hardware.memory_seconds(size), LAUNCHES.get(packet, 1))
 

@@ -52,7 +52,8 @@ class Timed:
 
     spans: list[Span] = field(default_factory=list[Span])
     exposed: list[Exposed] = field(default_factory=list[Exposed])
-    runs: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])  # of collectives
+    by_call: dict[fx.Node, float] = field(default_factory=dict[fx.Node, float])  # of compute, what it stood still too
+    runs: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
     kinds: dict[Kind, float] = field(default_factory=dict[Kind, float])
     seconds: float = 0.0
     compute: float = 0.0  # when the compute stream has done all
@@ -108,6 +109,8 @@ class _Streams:
         for action in actions:
             node = steps.calls[action.at]
             cost = self.costs[node]
+            if action.kind in ("run", "begin"):
+                self.timed.runs[node] = self.timed.runs.get(node, 0) + 1
             match action.kind:
                 case "run" if cost.kind == "collective":
                     self._begin(node, cost, microbatch)
@@ -145,6 +148,7 @@ class _Streams:
         timed.idle += end - free - seconds - gaps
         timed.gaps += gap + gaps
         timed.kinds[kind] = timed.kinds.get(kind, 0.0) + seconds
+        timed.by_call[node] = timed.by_call.get(node, 0.0) + seconds
         about = info(node)
         timed.spans.append(Span(about.name + suffix, kind, COMPUTE, start, end, about.phase, microbatch))
         self.free[COMPUTE] = end
@@ -156,7 +160,6 @@ class _Streams:
         start = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0), issued)
         end = start + cost.seconds
         timed, about = self.timed, info(node)
-        timed.runs[node] = timed.runs.get(node, 0) + 1
         timed.kinds["collective"] = timed.kinds.get("collective", 0.0) + cost.seconds
         timed.spans.append(Span(about.name, "collective", cost.stream, start, end, about.phase, microbatch))
         self.free[cost.stream] = self.arrives[node] = end
@@ -165,6 +168,7 @@ class _Streams:
         free, end = self.free[COMPUTE], self.arrives.pop(node)
         if end > free:
             self.timed.exposed.append(Exposed(node, end - free))
+            self.timed.by_call[node] = self.timed.by_call.get(node, 0.0) + end - free
             self.free[COMPUTE] = end
         if cost.after:
             self._kernel(node, "copy", cost.after, 1, microbatch, ".after")
