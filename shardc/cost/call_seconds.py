@@ -51,6 +51,7 @@ class CallCost:
     before: float = 0.0
     after: float = 0.0
     moved: Collective | None = None
+    issuing: float = 0.0  # how long the host takes to begin a collective
 
     @property
     def total(self) -> float:
@@ -155,7 +156,12 @@ class _Costs:
         backward = "bwd" in name
         dtype = type_of(given(node)["q"]).dtype
         total = node_flops(self.graph, node)
-        seconds = self.hardware.attention_seconds(total, dtype, backward=backward) if total else 0.0
+        keys, width = self._operand(given(node)["k"]).shape[-2], self._operand(given(node)["q"]).shape[-1]
+        seconds = (
+            self.hardware.attention_seconds(total, dtype, backward=backward, sequence=keys, width=width)
+            if total
+            else 0.0
+        )
         return CallCost("attention", seconds, (3 if backward else 1) if total else 0)
 
     def _scan(self, node: fx.Node) -> CallCost:
@@ -175,9 +181,11 @@ class _Costs:
     # ------------------------------------------------------------------ collectives
     def _collective(self, node: fx.Node, moved: Collective) -> CallCost:
         axes = self.graph.mesh.resolve(given(node)["axes"])
-        seconds = self.hardware.collective_seconds(
-            moved.kind, moved.payload_bytes, self.hardware.group_of(self.mesh, axes)
-        )
+        group, graph = self.hardware.group_of(self.mesh, axes), True
+        seconds = self.hardware.collective_seconds(moved.kind, moved.payload_bytes, group, graph=graph)
+        issuing = self.hardware.collective_seconds(moved.kind, 1, group)
+        if issuing == self.hardware.collective_seconds(moved.kind, 1, group, graph=graph):
+            issuing = 0.0  # no more is known than how long it takes
         before = after = 0
         if node.target in COLLECTIVES:
             before, after = copied_bytes(self.graph, node, self.layouts.operands)
@@ -190,6 +198,7 @@ class _Costs:
             self.hardware.memory_seconds(2 * before) if before else 0.0,
             self.hardware.memory_seconds(2 * after) if after else 0.0,
             moved,
+            max(issuing, self.hardware.kernel_launch_seconds),
         )
 
 

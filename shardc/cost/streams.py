@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from shardc.cost.call_seconds import COMPUTE, CallCost, Kind
+from shardc.cost.call_seconds import COMPUTE, KINDS, CallCost, Kind
 from shardc.ir.account import with_additions
 from shardc.ir.call_slots import slotted_calls
 from shardc.ir.graph import Graph, Phase, info, type_of
@@ -103,7 +103,15 @@ class _Streams:
         self.launch, self.gap = hardware.kernel_launch_seconds, hardware.kernel_gap_seconds
         self.timed = Timed()
         self.free: dict[str, float] = {COMPUTE: 0.0}
-        self.arrives: dict[fx.Node, float] = {}
+        self.under_way: dict[str, tuple[float, float]] = {}  # by stream, its last collective
+        self.arrives: dict[fx.Node, tuple[float, float, float]] = {}  # end, seconds, and `busy` where it began
+        self.busy = 0.0  # of compute so far
+        contention = hardware.tables.contention
+        self.factors = dict.fromkeys(KINDS, contention.memory) | {
+            "product": contention.product,
+            "attention": contention.attention,
+            "collective": contention.collective,
+        }
 
     def do(self, steps: Steps, actions: Sequence[Action], microbatch: int) -> None:
         for action in actions:
@@ -135,6 +143,23 @@ class _Streams:
         timed.launches += launches
         return first
 
+    def _slowed(self, kind: Kind, start: float, seconds: float) -> float:
+        """How long a kernel takes whose work takes so long alone: more while a collective is under way."""
+        factor = self.factors[kind]
+        if factor == 1.0:
+            return seconds
+        at, left = start, seconds
+        for first, last in sorted(self.under_way.values()):
+            if last <= at:
+                continue
+            alone = max(0.0, first - at)
+            if alone >= left:
+                break
+            at, left = max(at, first), left - alone
+            beside = min(left, (last - at) / factor)
+            at, left = at + beside * factor, left - beside
+        return at + left - start
+
     def _kernel(
         self, node: fx.Node, kind: Kind, seconds: float, launches: int, microbatch: int, suffix: str = ""
     ) -> None:
@@ -144,6 +169,8 @@ class _Streams:
         gap = self.gap if timed.launches else 0.0
         free, issued = self.free[COMPUTE] + gap, self._issue(launches)
         start, gaps = max(free, issued), self.gap * (launches - 1)
+        seconds = self._slowed(kind, start, seconds)
+        self.busy += seconds
         end = max(start + seconds + gaps, timed.host)  # the last of its kernels runs when it has been issued
         timed.idle += end - free - seconds - gaps
         timed.gaps += gap + gaps
@@ -156,16 +183,21 @@ class _Streams:
     def _begin(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
         if cost.before:
             self._kernel(node, "copy", cost.before, 1, microbatch, ".before")
-        issued = self._issue(1)
-        start = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0), issued)
-        end = start + cost.seconds
         timed, about = self.timed, info(node)
+        timed.host += cost.issuing
+        timed.launches += 1
+        start = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0), timed.host)
+        end = start + cost.seconds
         timed.kinds["collective"] = timed.kinds.get("collective", 0.0) + cost.seconds
         timed.spans.append(Span(about.name, "collective", cost.stream, start, end, about.phase, microbatch))
-        self.free[cost.stream] = self.arrives[node] = end
+        self.free[cost.stream] = end
+        self.under_way[cost.stream] = start, end
+        self.arrives[node] = end, cost.seconds, self.busy
 
     def _wait(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
-        free, end = self.free[COMPUTE], self.arrives.pop(node)
+        free, (end, seconds, busy) = self.free[COMPUTE], self.arrives.pop(node)
+        # Beside kernels it was slower; what came after it in its stream is taken to have had time.
+        end += (self.factors["collective"] - 1) * min(seconds, self.busy - busy)
         if end > free:
             self.timed.exposed.append(Exposed(node, end - free))
             self.timed.by_call[node] = self.timed.by_call.get(node, 0.0) + end - free

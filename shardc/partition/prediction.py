@@ -181,7 +181,7 @@ class _Predictor:
         """How long an instruction of a coordinate's list takes."""
         if isinstance(i, Send):
             group = self._group((c, i.peer))
-            return self.hardware.collective_seconds("permute", i.bytes, group)
+            return self.hardware.collective_seconds("send", i.bytes, group, graph=True)
         spent = sum(self.timed(graph).seconds for graph in graphs_of(self.program, c, i))
         if isinstance(i, ReduceGrads) and i.value in self.program.shared:
             spent += self._sum_seconds(i.bytes, i.group)
@@ -193,7 +193,7 @@ class _Predictor:
         return spent
 
     def _sum_seconds(self, size: int, group: tuple[int, ...]) -> float:
-        return self.hardware.collective_seconds("all_reduce", size, self._group(group))
+        return self.hardware.collective_seconds("all_reduce", size, self._group(group), graph=True)
 
     def _group(self, coordinates: tuple[int, ...]) -> Group:
         """How the ranks of some coordinates that are otherwise alike lie in the network."""

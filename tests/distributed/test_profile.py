@@ -34,7 +34,8 @@ def measured(name: str, mesh: shardc.Mesh, plan: dict[str, Any], folder: Path) -
     torch.save(model.state_dict(), folder / f"{name}.state")
     torch.save({"x": batch}, folder / f"{name}.batch")
     found = start(name, 2, folder, worker=WORKER)
-    assert found[0] is not None and found[0] == found[1]
+    assert found[0] is not None
+    assert found[0] == found[1]
     assert found[0]["losses"][0] == found[0]["losses"][1]  # measuring changes nothing
     return program, [Profile.load(folder / f"{name}.{rank}.json") for rank in range(2)]
 
