@@ -347,7 +347,8 @@ class Program(data.Program):
 
         Raises ShardcError (SC208) for hours that are none, and for hardware as `predict` does.
         """
-        chosen, _ = find_hardware(self.plan.get("hardware", DEFAULT_NAME) if hardware is None else hardware)
+        written: Mapping[str, Any] = self.plan.get("hardware", {})
+        chosen = Hardware.of(written) if hardware is None else machines.hardware(hardware)
         other = None if restarted is None else restarted.staged
         nodes = -(-self.mesh.world_size // chosen.accelerators_per_node)
         step = self.predict(chosen).step_ms / 1e3
