@@ -32,6 +32,7 @@ from shardc.cost.prediction import Prediction
 from shardc.explain.fusion import Explained, explain_value, why_unfused
 from shardc.explain.lock_report import LockReport, compare, with_fusion
 from shardc.explain.lockfile import Lock, lock_of
+from shardc.explain.scaling import Scaling, StepParts, parts_of, scaling
 from shardc.explain.transfer import cause_of
 from shardc.frontend.cached_model import Form
 from shardc.frontend.model_changes import CompiledModel, changed
@@ -42,7 +43,7 @@ from shardc.frontend.program_optimizers import Optimizers, cycles_momentum, fing
 from shardc.ir import program as data
 from shardc.ir.caller import warn
 from shardc.ir.default_device import on_cpu
-from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.files import write_text
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import info
@@ -347,12 +348,38 @@ class Program(data.Program):
 
         Raises ShardcError (SC208) for hours that are none, and for hardware as `predict` does.
         """
-        written: Mapping[str, Any] = self.plan.get("hardware", {})
-        chosen = Hardware.of(written) if hardware is None else machines.hardware(hardware)
+        chosen = self._machine(hardware)
         other = None if restarted is None else restarted.staged
         nodes = -(-self.mesh.world_size // chosen.accelerators_per_node)
         step = self.predict(chosen).step_ms / 1e3
         return failure_cost(recovery(self.staged, chosen, relaunch_seconds, other), nodes, node_mtbf_hours, step)
+
+    def scaling(self, axis: str, sizes: Sequence[int], hardware: str | Path | Hardware | None = None) -> Scaling:
+        """Why more ranks along an axis are not as many times as fast: the step, compiled for each of these sizes, and
+        where what is lost against the ideal went. `hardware` is that of `predict`.
+
+        Raises ShardcError: SC201 for an axis that the mesh does not have, SC210 for a size, SC105 where the program
+        came from a file, and what compiling for a size raises.
+        """
+        if self.request is None:
+            message = "the program came from a file, without its model, so it cannot be compiled for another mesh"
+            raise error("SC105", message, hint="give the model that it was compiled from")
+        if axis not in self.mesh.names:
+            hint = did_you_mean(axis, self.mesh.names, "axes of the mesh")
+            raise error("SC201", f"the mesh ({self.mesh}) has no axis '{axis}'", hint=hint)
+        meshes = [Mesh((name, size if name == axis else old) for name, old in self.mesh.axes) for size in sizes]
+        steps: list[tuple[int, StepParts]] = []
+        chosen, name = self._machine(hardware), ""
+        for size, mesh in zip(sizes, meshes, strict=True):
+            other = self if mesh == self.mesh else _program(replace(self.request, mesh=mesh, watch=None))
+            predicted = other.predict(hardware)
+            name = predicted.hardware
+            steps.append((size, parts_of(other.staged, predicted, chosen)))
+        return scaling(axis, name, steps)
+
+    def _machine(self, hardware: str | Path | Hardware | None) -> Hardware:
+        written: Mapping[str, Any] = self.plan.get("hardware", {})
+        return Hardware.of(written) if hardware is None else machines.hardware(hardware)
 
     def text(self, *, fold: bool = False) -> str:
         """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages.
