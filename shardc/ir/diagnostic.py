@@ -95,6 +95,9 @@ COMPILER_CODES: dict[str, Code] = {
     "SC408": Code("checkpoint-failed", "a checkpoint could not be written or read"),
     "SC409": Code("cannot-write", "a file cannot be written, or its suffix stands for another form"),
     "SC410": Code("false-type", "an instruction of a program yields something else than the program says"),
+    "SC411": Code("no-lockfile", "a lockfile is missing, cannot be read, or is none"),
+    "SC412": Code("other-lock", "a lockfile was written for another program: version, mesh, plan, batch or hardware"),
+    "SC413": Code("tolerance", "a tolerance for comparing with a lockfile is none"),
     "SC501": Code(
         "batch-shape", "a batch has other leaves, shapes, dtypes or Python values than the program was compiled for"
     ),
