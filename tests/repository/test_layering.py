@@ -166,6 +166,10 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
+        "shardc.planner": """
+            __init__ annotations axis_roles call_costs candidates compiled_cost layers min_sum placement_program
+            strategies
+        """,
         "shardc.explain": "__init__ collective fusion halo plan_edits provenance ring transfer unfused what_if",
     },
     {
