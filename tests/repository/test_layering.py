@@ -167,8 +167,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.planner": """
-            __init__ annotations axis_roles call_costs candidates compiled_cost layers min_sum placement_program
-            strategies
+            __init__ annotations axis_roles call_costs candidate candidates compiled_cost inner_placement layer_costs
+            layers min_sum numbers placement_program reduced_model search small_program step_costs strategies
         """,
         "shardc.explain": "__init__ collective fusion halo plan_edits provenance ring transfer unfused what_if",
     },
