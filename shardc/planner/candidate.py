@@ -8,8 +8,8 @@ from typing import Any
 
 from shardc.ir.mesh import Mesh
 from shardc.plan.schema import Plan
+from shardc.planner.inner import Inner
 from shardc.planner.inner_placement import Placements, inner_plan
-from shardc.planner.small_program import Inner
 
 ORDER = ("pp", "dp", "ep", "cp", "tp")  # of a mesh: what talks most is innermost
 ONE_STAGE = ""  # the schedule of a step without a pipeline

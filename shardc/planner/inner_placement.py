@@ -13,16 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardc.frontend.trace import Traced
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.plan.schema import Plan
 from shardc.planner.candidates import candidate_plans
-
-if TYPE_CHECKING:
-    from shardc.planner.small_program import Inner
+from shardc.planner.inner import Inner
 
 KINDS = ("params", "inputs", "activations")
 Maps = Mapping[str, Mapping[str, str]]

@@ -51,10 +51,10 @@ def equal_runs(model: nn.Module) -> tuple[Run, ...]:
     return tuple(_runs(model, ""))
 
 
-def reduced(model: nn.Module, runs: Sequence[Run]) -> nn.Module:
+def reduced(model: nn.Module, runs: Sequence[Run], kept: int = KEPT) -> nn.Module:
     """The model with the first repetitions of each run alone."""
     for run in runs:
-        gone = {str(run.start + KEPT * run.period + i) for i in range(run.removed)}
+        gone = {str(run.start + i) for i in range(kept * run.period, run.count * run.period)}
         model = _replaced(model, run.path.split(".") if run.path else [], gone)
     return model
 

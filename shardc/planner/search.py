@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 
 from shardc.ir.diagnostic import ShardcError
 from shardc.planner.candidate import ONE_STAGE, Candidate
+from shardc.planner.inner import Inner
 from shardc.planner.layer_costs import LayerCosts, Part
-from shardc.planner.small_program import Inner, Subject
+from shardc.planner.small_program import Subject
 from shardc.planner.step_costs import Estimate, estimate
 
 SLACK = 0.02

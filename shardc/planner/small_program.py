@@ -26,8 +26,8 @@ from shardc.frontend.trace import Traced, trace
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.hardware import Hardware
-from shardc.ir.mesh import Mesh
 from shardc.plan.schema import Plan
+from shardc.planner.inner import Inner
 from shardc.planner.inner_placement import Placements, inner_plan
 from shardc.planner.layer_costs import LayerCosts, layer_costs
 from shardc.planner.numbers import Numbers
@@ -35,22 +35,6 @@ from shardc.planner.reduced_model import Run, equal_runs, reduced
 from shardc.runtime.execute.batch import leaves_of
 
 MICROBATCHES = 2  # of a small program: what runs once a step is told from what runs once a microbatch
-
-
-@dataclass(frozen=True)
-class Inner:
-    """How a layer is placed and a microbatch runs. `rows` are those of a microbatch on one data-parallel replica."""
-
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    sequence: bool = False  # sequence parallelism: between products, tp shards the sequence
-    recompute: str = "none"
-    rows: int = 1
-
-    @property
-    def mesh(self) -> Mesh:
-        return Mesh((("ep", self.ep), ("cp", self.cp), ("tp", self.tp)))
 
 
 @dataclass

@@ -167,8 +167,9 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.planner": """
-            __init__ annotations axis_roles call_costs candidate candidates compiled_cost inner_placement layer_costs
-            layers min_sum numbers placement_program reduced_model search small_program step_costs strategies
+            __init__ annotations autoplan axis_roles call_costs candidate candidates compiled_cost inner inner_placement
+            layer_costs layers min_sum numbers placement_program ranking reasons reduced_model search small_program
+            step_costs strategies
         """,
         "shardc.explain": "__init__ collective fusion halo plan_edits provenance ring transfer unfused what_if",
     },
