@@ -22,9 +22,10 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.ir": """
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
-            collectives default_device derive_provenance diagnostic dot files fold gc_pause graph hardware in_flight
-            in_place index_operands layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention
-            ops.attention_keys ops.attention_rows ops.attention_sums ops.attention_tiles ops.buckets ops.channel_sums
+            collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
+            hardware in_flight in_place index_operands layers links liveness mesh microbatch ops ops.accumulate
+            ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums ops.attention_tiles
+            ops.buckets ops.channel_sums
             ops.check_index ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local
             ops.mirror ops.running_sum ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax
@@ -147,6 +148,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.runtime.checkpoint": """
             __init__ checkpoint export folder held hugging_face lock manifest planners weights
         """,
+        "shardc.runtime.calibrate": "__init__ fit rows write",
         "shardc.runtime.generate": """
             __init__ continuous generator programs prompts requests result row_cache sampling search settings steps
         """,
