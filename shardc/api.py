@@ -56,7 +56,7 @@ from shardc.partition.same_state import refuse_other_state
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.type_check import unknown_ops
-from shardc.plan.hardware import DEFAULT_NAME, find_hardware
+from shardc.plan import hardware as machines
 from shardc.plan.schema import TOTAL, Plan
 from shardc.runtime.execute.batch import batch_inputs
 from shardc.runtime.execute.data_parts import data_parts_of
@@ -294,8 +294,11 @@ class Program(data.Program):
 
         Raises ShardcError (SC208) for a name that is not known, or a file that describes no hardware.
         """
-        chosen, name = find_hardware(self.plan.get("hardware", DEFAULT_NAME) if hardware is None else hardware)
-        return predict(self.staged, self.reference, chosen, name)
+        if hardware is None:
+            written: Mapping[str, Any] = self.plan.get("hardware", {})
+            return predict(self.staged, self.reference, Hardware.of(written), "the plan's hardware")
+        name = "this hardware" if isinstance(hardware, Hardware) else Path(hardware).stem
+        return predict(self.staged, self.reference, machines.hardware(hardware), name)
 
     def text(self, *, fold: bool = False) -> str:
         """The body as text, which `shardc.parse` reads back; of a pipeline, the lists and graphs of all stages.

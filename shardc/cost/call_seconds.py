@@ -51,6 +51,7 @@ class CallCost:
     before: float = 0.0
     after: float = 0.0
     moved: Collective | None = None
+    issuing: float = 0.0  # how long the host takes to begin a collective
 
     @property
     def total(self) -> float:
@@ -90,15 +91,11 @@ class _Costs:
         made = self._made(node)
         if not made and node not in self.unread:
             return NOTHING
-        kind: Kind = "elementwise"
         size = made + self.unread.get(node, 0)
         if (kernel := kernel_of(node.target, node.args)) is not None:
             return CallCost("fused", self.hardware.memory_seconds(kernel.bytes_moved))
-        packet = name.partition(".")[0] if not name.startswith("shardc.") else name
-        if name in COPIES or packet in COPIES:
-            kind = "copy"
-        elif packet in REDUCTIONS:
-            kind = "reduction"
+        packet = name if name.startswith("shardc.") else name.partition(".")[0]
+        kind: Kind = "copy" if packet in COPIES else "reduction" if packet in REDUCTIONS else "elementwise"
         size += self._read(node, name, packet, made)
         return CallCost(kind, self.hardware.memory_seconds(size), LAUNCHES.get(packet, 1))
 
@@ -159,7 +156,12 @@ class _Costs:
         backward = "bwd" in name
         dtype = type_of(given(node)["q"]).dtype
         total = node_flops(self.graph, node)
-        seconds = self.hardware.attention_seconds(total, dtype, backward=backward) if total else 0.0
+        keys, width = self._operand(given(node)["k"]).shape[-2], self._operand(given(node)["q"]).shape[-1]
+        seconds = (
+            self.hardware.attention_seconds(total, dtype, backward=backward, sequence=keys, width=width)
+            if total
+            else 0.0
+        )
         return CallCost("attention", seconds, (3 if backward else 1) if total else 0)
 
     def _scan(self, node: fx.Node) -> CallCost:
@@ -179,9 +181,11 @@ class _Costs:
     # ------------------------------------------------------------------ collectives
     def _collective(self, node: fx.Node, moved: Collective) -> CallCost:
         axes = self.graph.mesh.resolve(given(node)["axes"])
-        seconds = self.hardware.collective_seconds(
-            moved.kind, moved.payload_bytes, self.hardware.group_of(self.mesh, axes)
-        )
+        group, graph = self.hardware.group_of(self.mesh, axes), True
+        seconds = self.hardware.collective_seconds(moved.kind, moved.payload_bytes, group, graph=graph)
+        issuing = self.hardware.collective_seconds(moved.kind, 1, group)
+        if issuing == self.hardware.collective_seconds(moved.kind, 1, group, graph=graph):
+            issuing = 0.0  # no more is known than how long it takes
         before = after = 0
         if node.target in COLLECTIVES:
             before, after = copied_bytes(self.graph, node, self.layouts.operands)
@@ -194,6 +198,7 @@ class _Costs:
             self.hardware.memory_seconds(2 * before) if before else 0.0,
             self.hardware.memory_seconds(2 * after) if after else 0.0,
             moved,
+            max(issuing, self.hardware.kernel_launch_seconds),
         )
 
 

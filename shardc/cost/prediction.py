@@ -10,13 +10,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from shardc.cost.call_seconds import KINDS, Kind
-from shardc.cost.streams import Timed
+from shardc.cost.profile import CallTime, Profile, ProfileDiff
 from shardc.ir.collectives import human_bytes
+from shardc.ir.files import write_text
 from shardc.ir.graph import Phase
 from shardc.schedule.costs import Costs
 from shardc.schedule.timeline import Timeline
@@ -72,7 +75,8 @@ class Prediction:
     coordinate: int = 0
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
     costs: Costs | None = field(default=None, compare=False, repr=False)
-    timed: Mapping[Any, Timed] = field(default_factory=dict[Any, Timed], compare=False, repr=False)
+    calls: Mapping[CallTime, Kind] = field(default_factory=dict[CallTime, Kind], compare=False, repr=False)
+    events: Callable[[], dict[str, Any]] = field(default=dict[str, Any], compare=False, repr=False)
 
     @property
     def tokens_per_s(self) -> float:
@@ -87,6 +91,18 @@ class Prediction:
     def replicated(self) -> float:
         share = self.model_flops / self.ranks
         return 1 - share / self.rank_flops if self.rank_flops > share else 0.0
+
+    def diff(self, profile: Profile) -> ProfileDiff:
+        """What each call took on a rank of this coordinate (`trainer.profile`), beside what is predicted."""
+        return ProfileDiff.of(self.step_ms, self.calls, profile)
+
+    def trace(self) -> dict[str, Any]:
+        """As trace events (`cost.prediction_trace`)."""
+        return self.events()
+
+    def to_trace(self, path: str | Path) -> None:
+        """Write a trace file for ui.perfetto.dev or chrome://tracing. Raises ShardcError (SC409) where it cannot."""
+        write_text(path, json.dumps(self.trace()), [".json", ".trace"])
 
     def __str__(self) -> str:
         kinds = [f"{kind} {self.kinds_ms[kind]:.2f}" for kind in KINDS if self.kinds_ms.get(kind)]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from shardc.cost.call_seconds import COMPUTE, CallCost, Kind
+from shardc.cost.call_seconds import COMPUTE, KINDS, CallCost, Kind
 from shardc.ir.account import with_additions
 from shardc.ir.call_slots import slotted_calls
 from shardc.ir.graph import Graph, Phase, info, type_of
@@ -52,7 +52,8 @@ class Timed:
 
     spans: list[Span] = field(default_factory=list[Span])
     exposed: list[Exposed] = field(default_factory=list[Exposed])
-    runs: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])  # of collectives
+    by_call: dict[fx.Node, float] = field(default_factory=dict[fx.Node, float])  # of compute, what it stood still too
+    runs: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
     kinds: dict[Kind, float] = field(default_factory=dict[Kind, float])
     seconds: float = 0.0
     compute: float = 0.0  # when the compute stream has done all
@@ -102,12 +103,22 @@ class _Streams:
         self.launch, self.gap = hardware.kernel_launch_seconds, hardware.kernel_gap_seconds
         self.timed = Timed()
         self.free: dict[str, float] = {COMPUTE: 0.0}
-        self.arrives: dict[fx.Node, float] = {}
+        self.under_way: dict[str, tuple[float, float]] = {}  # by stream, its last collective
+        self.arrives: dict[fx.Node, tuple[float, float, float]] = {}  # end, seconds, and `busy` where it began
+        self.busy = 0.0  # of compute so far
+        contention = hardware.tables.contention
+        self.factors = dict.fromkeys(KINDS, contention.memory) | {
+            "product": contention.product,
+            "attention": contention.attention,
+            "collective": contention.collective,
+        }
 
     def do(self, steps: Steps, actions: Sequence[Action], microbatch: int) -> None:
         for action in actions:
             node = steps.calls[action.at]
             cost = self.costs[node]
+            if action.kind in ("run", "begin"):
+                self.timed.runs[node] = self.timed.runs.get(node, 0) + 1
             match action.kind:
                 case "run" if cost.kind == "collective":
                     self._begin(node, cost, microbatch)
@@ -132,6 +143,23 @@ class _Streams:
         timed.launches += launches
         return first
 
+    def _slowed(self, kind: Kind, start: float, seconds: float) -> float:
+        """How long a kernel takes whose work takes so long alone: more while a collective is under way."""
+        factor = self.factors[kind]
+        if factor == 1.0:
+            return seconds
+        at, left = start, seconds
+        for first, last in sorted(self.under_way.values()):
+            if last <= at:
+                continue
+            alone = max(0.0, first - at)
+            if alone >= left:
+                break
+            at, left = max(at, first), left - alone
+            beside = min(left, (last - at) / factor)
+            at, left = at + beside * factor, left - beside
+        return at + left - start
+
     def _kernel(
         self, node: fx.Node, kind: Kind, seconds: float, launches: int, microbatch: int, suffix: str = ""
     ) -> None:
@@ -141,10 +169,13 @@ class _Streams:
         gap = self.gap if timed.launches else 0.0
         free, issued = self.free[COMPUTE] + gap, self._issue(launches)
         start, gaps = max(free, issued), self.gap * (launches - 1)
+        seconds = self._slowed(kind, start, seconds)
+        self.busy += seconds
         end = max(start + seconds + gaps, timed.host)  # the last of its kernels runs when it has been issued
         timed.idle += end - free - seconds - gaps
         timed.gaps += gap + gaps
         timed.kinds[kind] = timed.kinds.get(kind, 0.0) + seconds
+        timed.by_call[node] = timed.by_call.get(node, 0.0) + seconds
         about = info(node)
         timed.spans.append(Span(about.name + suffix, kind, COMPUTE, start, end, about.phase, microbatch))
         self.free[COMPUTE] = end
@@ -152,19 +183,24 @@ class _Streams:
     def _begin(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
         if cost.before:
             self._kernel(node, "copy", cost.before, 1, microbatch, ".before")
-        issued = self._issue(1)
-        start = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0), issued)
-        end = start + cost.seconds
         timed, about = self.timed, info(node)
-        timed.runs[node] = timed.runs.get(node, 0) + 1
+        timed.host += cost.issuing
+        timed.launches += 1
+        start = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0), timed.host)
+        end = start + cost.seconds
         timed.kinds["collective"] = timed.kinds.get("collective", 0.0) + cost.seconds
         timed.spans.append(Span(about.name, "collective", cost.stream, start, end, about.phase, microbatch))
-        self.free[cost.stream] = self.arrives[node] = end
+        self.free[cost.stream] = end
+        self.under_way[cost.stream] = start, end
+        self.arrives[node] = end, cost.seconds, self.busy
 
     def _wait(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
-        free, end = self.free[COMPUTE], self.arrives.pop(node)
+        free, (end, seconds, busy) = self.free[COMPUTE], self.arrives.pop(node)
+        # Beside kernels it was slower; what came after it in its stream is taken to have had time.
+        end += (self.factors["collective"] - 1) * min(seconds, self.busy - busy)
         if end > free:
             self.timed.exposed.append(Exposed(node, end - free))
+            self.timed.by_call[node] = self.timed.by_call.get(node, 0.0) + end - free
             self.free[COMPUTE] = end
         if cost.after:
             self._kernel(node, "copy", cost.after, 1, microbatch, ".after")

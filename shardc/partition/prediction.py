@@ -10,25 +10,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
 
 from torch import fx
 
 from shardc.cost.call_seconds import CallCost, Kind, call_costs
 from shardc.cost.flops import flops
 from shardc.cost.prediction import ExposedTime, Prediction
+from shardc.cost.prediction_trace import body_trace, pipeline_trace
+from shardc.cost.profile import CallTime
 from shardc.cost.streams import Timed, run
-from shardc.ir.graph import Graph, type_of
+from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.hardware import Group, Hardware
 from shardc.ir.layers import in_every_layer
 from shardc.ir.mesh import Mesh
 from shardc.partition.memory import memory
-from shardc.partition.program_counter import graphs_of
+from shardc.partition.program_counter import graphs_of, runner_of
 from shardc.partition.rank_costs import rank_flops
 from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.costs import Costs, InstructionCosts, StageCost
-from shardc.schedule.instructions import Instruction, Optimizer, ReduceGrads, Send
+from shardc.schedule.instructions import COMPUTE, TRANSFER, Instruction, Optimizer, ReduceGrads, Send
 from shardc.schedule.replay import replay
+from shardc.schedule.timeline import Timeline
 
 
 def predict(program: StagedProgram, reference: Graph, hardware: Hardware, name: str = "") -> Prediction:
@@ -82,7 +87,8 @@ class _Predictor:
             c,
             timeline,
             costs,
-            self._timed,
+            self._calls(c),
+            partial(self._trace, timeline),
         )
 
     # ------------------------------------------------------------------ graphs
@@ -104,6 +110,32 @@ class _Predictor:
 
     def _runs(self, c: int) -> list[tuple[Timed, int]]:
         return [(self.timed(graph), n) for graph, n in self._graph_runs(c).items()]
+
+    def _calls(self, c: int) -> dict[CallTime, Kind]:
+        """What each call takes on compute in a step."""
+        times: dict[tuple[str, str], tuple[int, float, Kind]] = {}
+        for i, n in Counter(map(_without_microbatch, self.program.lists.ranks[c])).items():
+            for graph in graphs_of(self.program, c, i):
+                timed, costs = self.timed(graph), self.costs_of(graph)
+                for node, runs in timed.runs.items():
+                    key = runner_of(i), info(node).name
+                    known, spent, _ = times.get(key, (0, 0.0, costs[node].kind))
+                    spent += n * timed.by_call.get(node, 0.0) * 1e3
+                    times[key] = known + n * runs, spent, costs[node].kind
+        return {CallTime(*key, known, spent): kind for key, (known, spent, kind) in times.items()}
+
+    def _trace(self, timeline: Timeline | None) -> dict[str, Any]:
+        program = self.program
+        if timeline is None:
+            return body_trace(self.timed(program.body), program.mesh.world_size)
+        inner = range(program.body.mesh.world_size)
+        ranks = [[program.rank_of(c, i) for i in inner] for c in program.coordinate_range]
+        of = {
+            (c, i): [self.timed(graph) for graph in graphs_of(program, c, i)]
+            for c in program.coordinate_range
+            for i in program.lists.ranks[c]
+        }
+        return pipeline_trace(timeline, ranks, of)
 
     def _exposed(self, c: int) -> tuple[ExposedTime, ...]:
         rows: dict[tuple[object, ...], ExposedTime] = {}
@@ -149,7 +181,7 @@ class _Predictor:
         """How long an instruction of a coordinate's list takes."""
         if isinstance(i, Send):
             group = self._group((c, i.peer))
-            return self.hardware.collective_seconds("permute", i.bytes, group)
+            return self.hardware.collective_seconds("send", i.bytes, group, graph=True)
         spent = sum(self.timed(graph).seconds for graph in graphs_of(self.program, c, i))
         if isinstance(i, ReduceGrads) and i.value in self.program.shared:
             spent += self._sum_seconds(i.bytes, i.group)
@@ -161,13 +193,17 @@ class _Predictor:
         return spent
 
     def _sum_seconds(self, size: int, group: tuple[int, ...]) -> float:
-        return self.hardware.collective_seconds("all_reduce", size, self._group(group))
+        return self.hardware.collective_seconds("all_reduce", size, self._group(group), graph=True)
 
     def _group(self, coordinates: tuple[int, ...]) -> Group:
         """How the ranks of some coordinates that are otherwise alike lie in the network."""
         node = self.hardware.accelerators_per_node
         nodes = {self.program.rank_of(c, 0) // node for c in coordinates}
         return Group((len(coordinates),)) if len(nodes) == 1 else Group((len(coordinates) // len(nodes), len(nodes)))
+
+
+def _without_microbatch(i: Instruction) -> Instruction:
+    return replace(i, microbatch=0) if isinstance(i, (*COMPUTE, *TRANSFER)) else i
 
 
 def _whole_mesh(program: StagedProgram) -> Mesh:

@@ -105,7 +105,8 @@ class Costs:
 
 class InstructionCosts(Costs):
     """Costs that tell the seconds of each rank's instructions, such as a prediction's; the other fields are for
-    searches. `of` gives those of a rank's instruction."""
+    searches. `of` gives those of a rank's instruction. Collectives along other axes than the pipeline's take their
+    place among a rank's work, as in the executor; by plain costs they run beside it."""
 
     of: Callable[[int, Instruction], float]
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from itertools import accumulate
 
 from shardc.ir.diagnostic import error
-from shardc.schedule.costs import Costs
+from shardc.schedule.costs import Costs, InstructionCosts
 from shardc.schedule.instructions import (
     COLLECTIVE,
     COMPUTE,
@@ -55,6 +55,7 @@ class _ReplayState:
 
     def __init__(self, lists: RankLists, costs: Costs) -> None:
         self.pipeline, self.costs = lists.pipeline, costs
+        self.in_line = isinstance(costs, InstructionCosts)
         ranks = range(len(lists.ranks))
         self.events: list[TimelineEvent] = []
         self.work_end = [0.0 for _ in ranks]  # by rank: when its compute so far ends
@@ -89,6 +90,8 @@ class _ReplayState:
             self._send(rank, i, start)
         elif isinstance(i, Gather):
             self.collective_end[rank] = end = max(start, self.collective_end[rank]) + self.costs.seconds(rank, i)
+            if self.in_line:
+                self.work_end[rank] = end
             self.events.append(TimelineEvent(rank, i, end - self.costs.seconds(rank, i), end))
             for value in makes:
                 available_from[value] = end
@@ -117,6 +120,8 @@ class _ReplayState:
         for member in members:
             self.pending_collectives[member] -= 1
             self.collective_end[member] = end
+            if self.in_line and len(members) == 1:
+                self.work_end[member] = end
             self.events.append(TimelineEvent(member, i, start, end))
 
     def _optimizer(self, rank: int, i: Optimizer) -> bool:

@@ -80,7 +80,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
-        "shardc.cost": "__init__ call_seconds flops memory prediction streams",
+        "shardc.cost": "__init__ call_seconds flops memory prediction prediction_trace profile streams",
         "shardc.plan": """
             __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values
         """,
@@ -135,8 +135,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.execute": """
-            __init__ arena batch body_code bucket_buffer data_parts executor failed_call index_check instructions
-            layout measured_timeline microbatches monitor overlap peer_groups prepared_code process_groups
+            __init__ arena batch body_code bucket_buffer call_recorder data_parts executor failed_call index_check
+            instructions layout measured_timeline microbatches monitor overlap peer_groups prepared_code process_groups
             signal_wakeup stage_code step_epilogue transfers
         """,
     },

@@ -31,7 +31,7 @@ from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.bucket_buffer import FlatBuffer, prepare_pack, prepare_unpack
 from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
-from shardc.runtime.execute.monitor import Monitor
+from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.overlap import begin
 
 Single = int  # the slot of a call's only result
@@ -176,7 +176,7 @@ class Routine:
         return index, INTO[op].run, placed, into, free
 
     def run(
-        self, code: Sequence[CodeLine], env: list[Any], monitor: Monitor | None, base: int = 0, within: str = ""
+        self, code: Sequence[CodeLine], env: list[Any], monitor: RunMonitor | None, base: int = 0, within: str = ""
     ) -> None:
         """Run code on the values in `env`. `base` is the monitor's counter of its first instruction. `within` names in
         an error the list's instruction that the code belongs to."""
@@ -202,7 +202,7 @@ class Routine:
             raise explained from failure
 
     def _explain(
-        self, failure: Exception, index: int, monitor: Monitor | None, env: Sequence[Any], within: str
+        self, failure: Exception, index: int, monitor: RunMonitor | None, env: Sequence[Any], within: str
     ) -> Exception:
         name = self.names[index] + within
         failure.add_note(f"in instruction {name}, on rank {self.rank}")
