@@ -25,12 +25,11 @@ FLOORS: list[dict[str, str]] = [
             collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
             hardware in_flight in_place index_operands layers links liveness mesh microbatch ops ops.accumulate
             ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums ops.attention_tiles
-            ops.buckets ops.channel_sums
-            ops.check_index ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts
-            ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local
-            ops.mirror ops.running_sum ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax
-            ops.squares ops.streams ops.windows overlap overlap_schedule parse placement plain program provenance
-            python schema storages text trees types verify version
+            ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc ops.exchange
+            ops.expert_capacity ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo
+            ops.kernels ops.linear ops.local ops.mirror ops.running_sum ops.scan ops.scan_body ops.scan_parts
+            ops.scan_steps ops.shift ops.softmax ops.squares ops.streams ops.windows overlap overlap_schedule parse
+            placement plain program provenance python schema storages text trees types verify version
         """,
     },
     {
@@ -81,9 +80,7 @@ FLOORS: list[dict[str, str]] = [
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
         "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
-        "shardc.plan": """
-            __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values
-        """,
+        "shardc.plan": "__init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values",
     },
     {
         "shardc.passes": """
@@ -170,8 +167,13 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.explain": """
-            __init__ collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer
-            unfused what_if
+            __init__ collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer unfused
+            what_if
+        """,
+        "shardc.planner": """
+            __init__ annotations autoplan axis_roles call_costs candidate candidates compiled_cost inner
+            inner_placement layer_costs layers min_sum numbers placement_program ranking reasons reduced_model search
+            small_program step_costs strategies
         """,
     },
     {
