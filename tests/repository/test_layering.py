@@ -23,7 +23,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.ir": """
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
             collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
-            hardware in_flight in_place index_operands layers links liveness mesh microbatch ops ops.accumulate
+            group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops ops.accumulate
             ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums ops.attention_tiles
             ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc ops.exchange
             ops.expert_capacity ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo

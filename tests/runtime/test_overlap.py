@@ -10,11 +10,12 @@ import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.call_slots import slotted_calls
 from shardc.ir.graph import operands
+from shardc.ir.group_axes import axes_used, axes_used_twice
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, all_gather, all_reduce, reduce_scatter
 from shardc.ir.overlap_schedule import AHEAD, IN_FLIGHT, Action, schedule_overlap, sums_gradients
 from shardc.ir.parse import parse
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
-from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used, axes_used_twice
+from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 from tests.cost.rank_meter import fake_job
 
 STORAGE = {"none": {}, "zero-1": {"zero": 1, "axes": ["dp"]}, "zero-3": {"zero": 3, "axes": ["dp"]}}
