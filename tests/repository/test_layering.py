@@ -170,7 +170,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.explain": """
-            __init__ collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer
+            __init__ bottleneck collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer
             unfused what_if
         """,
     },
