@@ -29,6 +29,7 @@ from shardc.compiler.what_varies import header
 from shardc.cost.failures import FailureCost, failure_cost
 from shardc.cost.flops import Flops
 from shardc.cost.prediction import Prediction
+from shardc.explain.bottleneck import Bottlenecks, bottlenecks
 from shardc.explain.fusion import Explained, explain_value, why_unfused
 from shardc.explain.lock_report import LockReport, compare, with_fusion
 from shardc.explain.lockfile import Lock, lock_of
@@ -63,6 +64,7 @@ from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.type_check import unknown_ops
 from shardc.plan import hardware as machines
 from shardc.plan.schema import TOTAL, Plan
+from shardc.plan.values import read_bytes
 from shardc.runtime.execute.batch import batch_inputs
 from shardc.runtime.execute.data_parts import data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
@@ -376,6 +378,30 @@ class Program(data.Program):
             name = predicted.hardware
             steps.append((size, parts_of(other.staged, predicted, chosen)))
         return scaling(axis, name, steps)
+
+    def bottlenecks(
+        self, hardware: str | Path | Hardware | None = None, *, memory: int | str | None = None
+    ) -> Bottlenecks:
+        """What holds the step up, the worst first: slow links, an axis across nodes, odd sizes, small kernels,
+        recompute that memory does not ask for. Each with the step that there would be without it, and what to change.
+
+        hardware    as of `predict`
+        memory      what a rank may hold, in bytes or as "80GiB"; without it, recompute is weighed as if all fitted
+        """
+        chosen = self._machine(hardware)
+
+        def compiled_by(plan: Plan) -> StagedProgram:
+            assert self.request is not None
+            return _program(replace(self.request, plan=plan, watch=None)).staged
+
+        return bottlenecks(
+            self,
+            self.staged,
+            chosen,
+            lambda staged, machine: predict(staged, self.reference, machine),
+            None if self.request is None else compiled_by,
+            None if memory is None else read_bytes(memory),
+        )
 
     def _machine(self, hardware: str | Path | Hardware | None) -> Hardware:
         written: Mapping[str, Any] = self.plan.get("hardware", {})

@@ -212,6 +212,25 @@ def cost(
         bool, typer.Option("--memory", help="What a rank holds: by category, at which call most, and what then.")
     ] = False,
     top: Annotated[int, typer.Option(min=0, help="With --memory: how many of the largest values to list.")] = 10,
+    hardware: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of what follows: a name, or a YAML file; else the plan's.")
+    ] = None,
+    scaling: Annotated[
+        str | None, typer.Option(metavar="tp=1,2,4,8", help="Predict each size; say where the ideal speed-up is lost.")
+    ] = None,
+    bottlenecks: Annotated[
+        bool, typer.Option("--bottlenecks", help="Say what holds the predicted step up, and what to change.")
+    ] = False,
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="80GiB", help="With --bottlenecks: what a rank may hold.")
+    ] = None,
+    node_mtbf: Annotated[
+        float | None,
+        typer.Option(metavar="HOURS", help="Say what failures cost, of nodes that run so long between two."),
+    ] = None,
+    restart_mesh: Annotated[
+        str | None, typer.Option(metavar="dp=7,tp=8", help="With --node-mtbf: the mesh that a job restarts on.")
+    ] = None,
     strict: Strict = False,
     optimizer: Optimizer = None,
     fold: Fold = None,
@@ -219,8 +238,14 @@ def cost(
 ) -> None:
     """Say what a step costs a rank: its work, its communication, and with --memory what it holds."""
     from shardc.cli import commands
+    from shardc.cli import scaling as questions
 
-    commands.cost(_asked(target, plan, mesh, strict, optimizer), memory=memory, top=top, fold=fold, as_json=as_json)
+    asked = _asked(target, plan, mesh, strict, optimizer)
+    question = questions.Question(hardware, scaling, bottlenecks, memory_limit, node_mtbf, restart_mesh)
+    if question.asked:
+        questions.answer(asked, question, as_json=as_json)
+    else:
+        commands.cost(asked, memory=memory, top=top, fold=fold, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)

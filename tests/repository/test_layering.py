@@ -23,11 +23,11 @@ FLOORS: list[dict[str, str]] = [
         "shardc.ir": """
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
             collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
-            group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops ops.accumulate
-            ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums ops.attention_tiles
-            ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc ops.exchange
-            ops.expert_capacity ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo
-            ops.kernels ops.linear ops.local ops.mirror ops.running_sum ops.scan ops.scan_body ops.scan_parts
+            group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops
+            ops.accumulate ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums
+            ops.attention_tiles ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc
+            ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped
+            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.running_sum ops.scan ops.scan_body ops.scan_parts
             ops.scan_steps ops.shift ops.softmax ops.squares ops.streams ops.windows overlap overlap_schedule parse
             placement plain program provenance python schema storages text trees types verify version
         """,
@@ -167,8 +167,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.explain": """
-            __init__ collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer unfused
-            what_if
+            __init__ bottleneck collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer
+            unfused what_if
         """,
         "shardc.planner": """
             __init__ annotations autoplan axis_roles call_costs candidate candidates compiled_cost inner
@@ -185,7 +185,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.cli": """
             __init__ as_json commands console doctor generation host_memory ir_printer kernel_list kernel_sources
-            left_out local_launch locking main optimizers pipeline_summary summary targets
+            left_out local_launch locking main optimizers pipeline_summary scaling summary targets
         """,
     },
     {
