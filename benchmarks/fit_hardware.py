@@ -156,7 +156,7 @@ def fitted(rows: Sequence[Row]) -> Hardware:
 
 def _with_products(hardware: Hardware, rate: float, depth_start: int) -> Hardware:
     products = ProductRate.model_validate({**PRODUCTS, "flops_per_second": rate, "depth_start": depth_start})
-    return dataclasses.replace(hardware, tables=hardware.tables.model_copy(update={"products": (products,)}))
+    return dataclasses.replace(hardware, tables=hardware.tables.changed(products=(products,)))
 
 
 def _at_its_rate(rows: Sequence[Row], hardware: Hardware) -> Hardware:

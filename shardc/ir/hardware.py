@@ -109,8 +109,8 @@ class Tables(Table):
         if levels is None:
             return self
         left = self.links[levels]
-        links = [level.model_copy(update={"series": ()}) if level in left else level for level in self.links]
-        return self.model_copy(update={"links": tuple(links)})
+        links = [level.changed(series=()) if level in left else level for level in self.links]
+        return self.changed(links=tuple(links))
 
 
 DTYPES = {
