@@ -100,7 +100,9 @@ def run(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware) -> 
 class _Streams:
     def __init__(self, costs: Mapping[fx.Node, CallCost], hardware: Hardware) -> None:
         self.costs, self.hardware = costs, hardware
-        self.launch, self.gap = hardware.kernel_launch_seconds, hardware.kernel_gap_seconds
+        self.launch = hardware.kernel_launch_seconds
+        # Tables are measured with one launch after another: what passes between two kernels is in them.
+        self.gap = 0.0 if hardware.tables.memory is not None else hardware.kernel_gap_seconds
         self.timed = Timed()
         self.free: dict[str, float] = {COMPUTE: 0.0}
         self.under_way: dict[str, tuple[float, float]] = {}  # by stream, its last collective
