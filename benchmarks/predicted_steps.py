@@ -17,17 +17,18 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 import shardc
 from benchmarks.measured_models import SIZES
 from shardc.cost.prediction import Prediction
-from shardc.ir.graph import ValueInfo, info, op_name
+from shardc.ir.graph import Graph, ValueInfo, info, op_name, operands
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
 HARDWARE = "h200-nvlink"
@@ -42,6 +43,7 @@ LEFT_OUT = {
     "torch-pp-InterleavedZeroBubble": "the same",
     "megatron-core-pp": "waits for the host: 2.5 times as long as torch's with the same schedule",
 }
+MEAN = ("mul.Tensor", "div.Tensor", "mul.Scalar", "div.Scalar", "_to_copy")
 HOST_BOUND = "Python launches collectives slower than the GPU runs them"
 
 
@@ -109,10 +111,11 @@ def compiled(run: Run) -> shardc.Program:
         ids = torch.zeros(run.row["mb"] * run.replicas, size.sequence, dtype=torch.long)
     batch = {"tokens": ids, "targets": ids}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4) if run.row.get("opt") else None
-    program = shardc.compile(model, batch, mesh=run.mesh, plan=run.plan, optimizer=optimizer)
+    single = {key: value for key, value in run.plan.items() if key != "bucket"}  # buckets have names of their own
+    program = shardc.compile(model, batch, mesh=run.mesh, plan=single, optimizer=optimizer)
     alone = [info(node).name for node in program.body.calls() if not _in_one_kernel(info(node), run.row)]
     if sum(1 for _ in program.body.calls()) == len(alone):
-        return program
+        return program if single == run.plan else shardc.compile(model, batch, mesh=run.mesh, plan=run.plan)
     ops = {op_name(node.target) for node in program.body.calls()}
     plan = {**run.plan, "fuse": {"exclude": sorted({*alone} - ops)}}  # `_to_copy` as a name would be the op's too
     return shardc.compile(model, batch, mesh=run.mesh, plan=plan, optimizer=optimizer)
@@ -129,7 +132,29 @@ def predictions(only: str = "") -> Iterator[tuple[Run, Prediction]]:
     for row in rows():
         if not why_left_out(row) and (only in row["peer"] or only in row["config"]):
             run = mirrored(row)
-            yield run, compiled(run).predict(HARDWARE)
+            program = compiled(run)
+            if program.pipelined is not None:
+                program = replace(program, pipelined=program.pipelined.transformed(with_narrow_sums))
+            yield run, program.predict(HARDWARE)
+
+
+def with_narrow_sums(graph: Graph) -> Graph:
+    """Peers add up the gradients of microbatches in bfloat16, of losses that they have divided; a pipeline of ours in
+    float32, and it divides the sums. The graph without its casts, and without its means."""
+    copies: dict[fx.Node, fx.Node] = {}
+    narrow = graph.copy(copies)
+    terms = [v for port, v in zip(graph.outputs, graph.output_values, strict=True) if port.role == "sum"]
+    for cast in (copies[value] for value in terms if op_name(value.target) == "_to_copy"):
+        cast.replace_all_uses_with(operands(cast)[0])
+    for port, total in zip(narrow.inputs, narrow.placeholders, strict=True):
+        while port.role == "sum" and len(total.users) == 1:
+            (user,) = total.users
+            if user.op == "output" or op_name(user.target) not in MEAN:
+                break
+            user.replace_all_uses_with(total)
+            narrow.fx.erase_node(user)
+    narrow.erase_dead()
+    return narrow
 
 
 def wrong_pairs(pairs: Sequence[tuple[Run, Prediction]], apart: float = 1.05) -> list[tuple[str, str]]:

@@ -211,15 +211,26 @@ def cost(
         bool, typer.Option("--memory", help="What a rank holds: by category, at which call most, and what then.")
     ] = False,
     top: Annotated[int, typer.Option(min=0, help="With --memory: how many of the largest values to list.")] = 10,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Predict the time of a step on it: h200-nvlink, or a YAML file."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --hardware: write the predicted step for ui.perfetto.dev.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --hardware: compare with what trainer.profile() measured.")
+    ] = None,
     strict: Strict = False,
     optimizer: Optimizer = None,
     fold: Fold = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a step costs a rank: its work, its communication, and with --memory what it holds."""
+    """Say what a step costs a rank: its work, its communication, what it holds (--memory), its time (--hardware)."""
     from shardc.cli import commands
 
-    commands.cost(_asked(target, plan, mesh, strict, optimizer), memory=memory, top=top, fold=fold, as_json=as_json)
+    asked, timed = _asked(target, plan, mesh, strict, optimizer), commands.Timed(hardware, trace, profile)
+    commands.cost(asked, timed, memory=memory, top=top, fold=fold, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)

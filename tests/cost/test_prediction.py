@@ -11,6 +11,7 @@ from shardc.ir.hardware import Hardware
 
 FLAT = Hardware(
     bf16_flops_per_second=1e12,
+    peak_flops_per_second=1e12,
     fp32_flops_per_second=1e12,
     memory_bytes_per_second=1e18,
     link_bytes_per_second=1e9,
