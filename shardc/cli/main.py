@@ -100,6 +100,13 @@ class Emit(StrEnum):
     html = "html"
 
 
+class Device(StrEnum):
+    """What is measured."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 TargetText = Annotated[
     str, typer.Argument(metavar="TARGET", help="file.py:factory, hf:MODEL_TYPE, or a saved program.json.")
 ]
@@ -351,6 +358,29 @@ def tune(
     from shardc.cli import commands
 
     commands.tune(only, seconds, output, as_json=as_json)
+
+
+@app.command(epilog=EPILOG)
+@guarded
+def calibrate(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where the YAML goes, instead of stdout.")
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Leave the measurements here, as JSON lines.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Fit these measurements instead of measuring.")
+    ] = None,
+    device: Annotated[Device | None, typer.Option(help="By default GPUs, if there are any.")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks: by default all GPUs, or two on a CPU.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="About how long to measure, once processes run.")] = 120,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine's products, memory, attention and collectives, and write a file of hardware."""
+    from shardc.cli import calibrate as calibration
+
+    calibration.run(output, rows, source, device and device.value, world, seconds, as_json=as_json)
 
 
 @app.command()

@@ -148,7 +148,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.runtime.checkpoint": """
             __init__ checkpoint export folder held hugging_face lock manifest planners weights
         """,
-        "shardc.runtime.calibrate": "__init__ fit rows write",
+        "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
         "shardc.runtime.generate": """
             __init__ continuous generator programs prompts requests result row_cache sampling search settings steps
         """,
@@ -178,8 +178,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.cli": """
-            __init__ as_json commands console doctor generation host_memory ir_printer kernel_list kernel_sources
-            left_out local_launch main optimizers pipeline_summary prediction summary targets
+            __init__ as_json calibrate commands console doctor generation host_memory ir_printer kernel_list
+            kernel_sources left_out local_launch main optimizers pipeline_summary prediction summary targets
         """,
     },
     {
