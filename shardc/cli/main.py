@@ -220,7 +220,14 @@ def cost(
     ] = False,
     top: Annotated[int, typer.Option(min=0, help="With --memory: how many of the largest values to list.")] = 10,
     hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of what follows: a name, or a YAML file; else the plan's.")
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Predict the time of a step on it: h200-nvlink, or a YAML file."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --hardware: write the predicted step for ui.perfetto.dev.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --hardware: compare with what trainer.profile() measured.")
     ] = None,
     scaling: Annotated[
         str | None, typer.Option(metavar="tp=1,2,4,8", help="Predict each size; say where the ideal speed-up is lost.")
@@ -243,7 +250,7 @@ def cost(
     fold: Fold = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a step costs a rank: its work, its communication, and with --memory what it holds."""
+    """Say what a step costs a rank: its work, its communication, what it holds (--memory), its time (--hardware)."""
     from shardc.cli import commands
     from shardc.cli import scaling as questions
 
@@ -252,7 +259,8 @@ def cost(
     if question.asked:
         questions.answer(asked, question, as_json=as_json)
     else:
-        commands.cost(asked, memory=memory, top=top, fold=fold, as_json=as_json)
+        timed = commands.Timed(hardware, trace, profile)
+        commands.cost(asked, timed, memory=memory, top=top, fold=fold, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)

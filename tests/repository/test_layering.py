@@ -185,7 +185,8 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.cli": """
             __init__ as_json calibrate commands console doctor generation host_memory ir_printer kernel_list
-            kernel_sources left_out local_launch locking main optimizers pipeline_summary scaling summary targets
+            kernel_sources left_out local_launch locking main optimizers pipeline_summary prediction scaling summary
+            targets
         """,
     },
     {
