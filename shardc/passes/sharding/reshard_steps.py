@@ -86,7 +86,7 @@ class _Planner:
         self.type = result_type
         if kind != "slice":
             # The group of a permute is along both axes.
-            axes = (axis, self.steps[-1].to_axis or axis)
+            axes = tuple(filter(None, (axis, self.steps[-1].to_axis)))
             group = self.hardware.group_of(self.mesh, axes)
             # An axis of one rank moves nothing, and is a call all the same.
             seconds = self.hardware.collective_seconds(kind, size, group) or self.hardware.collective_start_seconds
