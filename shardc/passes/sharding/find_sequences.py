@@ -84,8 +84,10 @@ class FindSequences(Pass):
         for axis in dict.fromkeys(s.axis for s, _ in known):
             of_axis = [(s, value) for s, value in known if s.axis == axis]
             roots = {classes.of(place): s for s, value in of_axis if (place := _only(value, s.dim)) is not None}
-            if roots:
-                _Family(graph, classes, roots, self.balance).write()
+            while roots:
+                family = _Family(graph, classes, roots, self.balance)
+                family.write()
+                roots = {root: s for root, s in roots.items() if root not in family.lengths}
         return graph
 
 
@@ -187,7 +189,9 @@ def _reversed_sums(graph: Graph) -> None:
 # --------------------------------------------------------------------------------------------- one axis's sequences
 @dataclass
 class _Family:
-    """The classes that moves tie to those of the annotated dims: all of a sequence, or of nearly all of it."""
+    """The classes that moves tie to those of the longest annotated dims: all of a sequence, or of nearly all of it. Of
+    `roots` those stay that are among them: others, as a decoder's rows beside an encoder's, are sequences of their own.
+    """
 
     graph: Graph
     classes: _Classes
@@ -198,7 +202,7 @@ class _Family:
 
     def __post_init__(self) -> None:
         self.base = max(self._length(root) for root in self.roots)
-        self.lengths = {root: self._length(root) for root in self.roots if self._near(self._length(root))}
+        self.lengths = {root: self.base for root in self.roots if self._length(root) == self.base}
         found = [(node, move) for node in self.graph.calls() for move in self._candidate(node)]
         changed = True
         while changed:
@@ -212,6 +216,7 @@ class _Family:
                     self.moves[node] = move
                     self.lengths |= {end: self._length(end) for end in known}
                     changed = True
+        self.roots = {root: s for root, s in self.roots.items() if root in self.lengths}
 
     def _length(self, place: Place) -> int:
         return int(_type(place[0]).atoms[place[1]].size)
