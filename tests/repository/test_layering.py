@@ -27,9 +27,10 @@ FLOORS: list[dict[str, str]] = [
             ops.accumulate ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums
             ops.attention_tiles ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc
             ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped
-            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.running_sum ops.scan ops.scan_body ops.scan_parts
-            ops.scan_steps ops.shift ops.softmax ops.squares ops.streams ops.windows overlap overlap_schedule parse
-            placement plain program provenance python schema storages text trees types verify version
+            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.running_sum ops.scan ops.scan_body
+            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.streams ops.windows overlap
+            overlap_schedule parse placement plain program provenance python schema storages text trees types verify
+            version
         """,
     },
     {
@@ -39,8 +40,8 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
             __init__ attention attention_keys attention_rows conv creation ctc embedding experts fft halo indexing
-            linalg local matmul norm notation pointwise pool projection random reduction registry scan section shift
-            view window
+            linalg local matmul norm notation pick pointwise pool projection random reduction registry scan section
+            shift view window
         """,
         "shardc.schedule": """
             __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
