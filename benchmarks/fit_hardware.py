@@ -57,6 +57,7 @@ MODELS = {
     "llama3-8b-slice": Shape(8, 4096, 32, 8, 14336, 4096, 128256, gated=True),
 }
 SHEET = {
+    "peak_flops_per_second": (9.89e14, "data sheet, without sparsity"),
     "fp32_flops_per_second": (6.7e13, "data sheet, without TF32"),
     "fp64_flops_per_second": (6.7e13, "data sheet, tensor cores"),
     "link_bytes_per_second": (4.3e11, "measured: all-gathers of 4 GPUs from 16 MiB on; 4.5e+11 by the data sheet"),
@@ -72,6 +73,9 @@ PRODUCTS = {
         [[128, 256], 1.0], [[256, 128], 1.0], [[128, 128], 0.85], [[128, 64], 0.6], [[64, 128], 0.6], [[64, 64], 0.4]
     ],
 }  # fmt: skip
+# Fitted to the steps of one GPU as benchmarks/predicted_steps.py predicts them, by least squares of relative errors;
+# `most` is the rate of large products alone, 800 TFLOP/s.
+POWER = {"sustained": 0.906, "relief": 0.46, "most": 1.15}
 NETWORK: list[dict[str, Any]] = [
     {"name": "infiniband", "ranks": 256, "doubling_seconds": 10e-6, "series": [
         {"kind": kind, "group": 2, "latency_seconds": latency, "bytes_per_second": rate}
@@ -149,14 +153,14 @@ def fitted(rows: Sequence[Row]) -> Hardware:
     memory = measured["memory"]
     quantities["memory_bytes_per_second"] = memory[-1][0] / memory[-1][1]
     quantities["bf16_flops_per_second"] = 7.5e14
-    hardware = Hardware.of({**quantities, **measured, "contention": CONTENTION, "products": [PRODUCTS]})
+    hardware = Hardware.of({**quantities, **measured, "contention": CONTENTION, "products": [PRODUCTS], "power": POWER})
     candidates = (_with_products(hardware, 7e14, depth) for depth in (0, 16, 32, 48, 64, 96, 128))
     return min((_at_its_rate(rows, candidate) for candidate in candidates), key=lambda one: _misfit(rows, one))
 
 
 def _with_products(hardware: Hardware, rate: float, depth_start: int) -> Hardware:
     products = ProductRate.model_validate({**PRODUCTS, "flops_per_second": rate, "depth_start": depth_start})
-    return dataclasses.replace(hardware, tables=hardware.tables.model_copy(update={"products": (products,)}))
+    return dataclasses.replace(hardware, tables=hardware.tables.changed(products=(products,)))
 
 
 def _at_its_rate(rows: Sequence[Row], hardware: Hardware) -> Hardware:
@@ -216,6 +220,7 @@ def text(hardware: Hardware, source: str) -> str:
         "memory": "measured by an elementwise kernel from 16 MiB on; at 0 an estimate",
         "links": "nvlink: measured; infiniband and racks (of 32 nodes, as in a DGX SuperPOD): NVIDIA/nccl-tests issue"
         " 290 for adapters, DeepEP's README for all_to_all (43 GB/s and more), latencies estimated",
+        "power": "fitted to steps of one GPU: products slow down while a device does nothing else; most: measured",
         "contention": "estimated: products beside a collective take some percent longer (measured)",
     }  # fmt: skip
     title = [

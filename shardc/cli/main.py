@@ -101,6 +101,13 @@ class Emit(StrEnum):
     html = "html"
 
 
+class Device(StrEnum):
+    """What is measured."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 TargetText = Annotated[
     str, typer.Argument(metavar="TARGET", help="file.py:factory, hf:MODEL_TYPE, or a saved program.json.")
 ]
@@ -213,7 +220,14 @@ def cost(
     ] = False,
     top: Annotated[int, typer.Option(min=0, help="With --memory: how many of the largest values to list.")] = 10,
     hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of what follows: a name, or a YAML file; else the plan's.")
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Predict the time of a step on it: h200-nvlink, or a YAML file."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --hardware: write the predicted step for ui.perfetto.dev.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --hardware: compare with what trainer.profile() measured.")
     ] = None,
     scaling: Annotated[
         str | None, typer.Option(metavar="tp=1,2,4,8", help="Predict each size; say where the ideal speed-up is lost.")
@@ -236,7 +250,7 @@ def cost(
     fold: Fold = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a step costs a rank: its work, its communication, and with --memory what it holds."""
+    """Say what a step costs a rank: its work, its communication, what it holds (--memory), its time (--hardware)."""
     from shardc.cli import commands
     from shardc.cli import scaling as questions
 
@@ -245,7 +259,8 @@ def cost(
     if question.asked:
         questions.answer(asked, question, as_json=as_json)
     else:
-        commands.cost(asked, memory=memory, top=top, fold=fold, as_json=as_json)
+        timed = commands.Timed(hardware, trace, profile)
+        commands.cost(asked, timed, memory=memory, top=top, fold=fold, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)
@@ -399,6 +414,29 @@ def tune(
     from shardc.cli import commands
 
     commands.tune(only, seconds, output, as_json=as_json)
+
+
+@app.command(epilog=EPILOG)
+@guarded
+def calibrate(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where the YAML goes, instead of stdout.")
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Leave the measurements here, as JSON lines.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Fit these measurements instead of measuring.")
+    ] = None,
+    device: Annotated[Device | None, typer.Option(help="By default GPUs, if there are any.")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks: by default all GPUs, or two on a CPU.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="About how long to measure, once processes run.")] = 120,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine's products, memory, attention and collectives, and write a file of hardware."""
+    from shardc.cli import calibrate as calibration
+
+    calibration.run(output, rows, source, device and device.value, world, seconds, as_json=as_json)
 
 
 @app.command()

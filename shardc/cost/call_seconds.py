@@ -25,10 +25,12 @@ from kernels_triton.match.op import kernel_of
 from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, node_flops
 from shardc.ir.collectives import Collective, collective
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
+from shardc.ir.group_axes import axes_used_twice
 from shardc.ir.hardware import Hardware
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.overlap_schedule import sums_gradients
 from shardc.ir.schema import given
 from shardc.ir.storages import Layouts, Operand, layouts, unread_bytes, yields
 
@@ -74,6 +76,7 @@ class _Costs:
         self.hardware = hardware.on(mesh)
         self.layouts: Layouts = layouts(graph)
         self.unread = unread_bytes(graph)
+        self._twice = {frozenset(axes) for axes in axes_used_twice(graph)}
 
     def all(self) -> dict[fx.Node, CallCost]:
         return {node: self.of(node) for node in self.graph.calls()}
@@ -194,7 +197,7 @@ class _Costs:
             "collective",
             seconds,
             1 + copies,
-            stream_of(self.graph.mesh.merged(axes)),
+            stream_of(self.graph.mesh.merged(axes), late=frozenset(axes) in self._twice and sums_gradients(node)),
             self.hardware.memory_seconds(2 * before) if before else 0.0,
             self.hardware.memory_seconds(2 * after) if after else 0.0,
             moved,
@@ -202,9 +205,9 @@ class _Costs:
         )
 
 
-def stream_of(axes: Sequence[str]) -> str:
-    """The stream of the process group of some axes, whatever their order."""
-    return ".".join(sorted(axes))
+def stream_of(axes: Sequence[str], *, late: bool = False) -> str:
+    """The stream of the process group of some axes, whatever their order; `late` of their second group."""
+    return ".".join(sorted(axes)) + (", gradients" if late else "")
 
 
 def _values(argument: Any) -> list[fx.Node]:

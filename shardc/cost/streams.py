@@ -87,9 +87,10 @@ def steps_of(graph: Graph) -> Steps:
     return Steps(nodes, repeated, [a for a in actions if not (many and a.at < listed.repeated)], added)
 
 
-def run(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware) -> Timed:
-    """One run of a localized graph by one rank, all its microbatches, from an empty queue."""
-    streams = _Streams(costs, hardware)
+def run(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware, products: float = 1.0) -> Timed:
+    """One run of a localized graph by one rank, all its microbatches, from an empty queue. Products take `products`
+    times as long as their costs say."""
+    streams = _Streams(costs, hardware, products)
     steps = steps_of(graph)
     for microbatch in range(graph.microbatches if steps.repeated else 0):
         streams.do(steps, steps.repeated, microbatch)
@@ -98,9 +99,11 @@ def run(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware) -> 
 
 
 class _Streams:
-    def __init__(self, costs: Mapping[fx.Node, CallCost], hardware: Hardware) -> None:
-        self.costs, self.hardware = costs, hardware
-        self.launch, self.gap = hardware.kernel_launch_seconds, hardware.kernel_gap_seconds
+    def __init__(self, costs: Mapping[fx.Node, CallCost], hardware: Hardware, products: float) -> None:
+        self.costs, self.hardware, self.products = costs, hardware, products
+        self.launch = hardware.kernel_launch_seconds
+        # Tables are measured with one launch after another: what passes between two kernels is in them.
+        self.gap = 0.0 if hardware.tables.memory is not None else hardware.kernel_gap_seconds
         self.timed = Timed()
         self.free: dict[str, float] = {COMPUTE: 0.0}
         self.under_way: dict[str, tuple[float, float]] = {}  # by stream, its last collective
@@ -124,7 +127,8 @@ class _Streams:
                     self._begin(node, cost, microbatch)
                     self._wait(node, cost, microbatch)
                 case "run":
-                    self._kernel(node, cost.kind, cost.seconds, cost.launches, microbatch)
+                    seconds = cost.seconds * self.products if cost.kind == "product" else cost.seconds
+                    self._kernel(node, cost.kind, seconds, cost.launches, microbatch)
                 case "begin":
                     self._begin(node, cost, microbatch)
                 case "wait":

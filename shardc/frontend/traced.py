@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, fx
@@ -46,3 +46,18 @@ class Traced:
     diagnostics: tuple[Diagnostic, ...] = ()
     written: tuple[str, ...] = ()  # inputs that forward changes in place
     changed_attributes: frozenset[str] = frozenset()  # of the model, by forward itself
+
+    def copy(self) -> Traced:
+        """The same over nodes of its own. `ingest` takes the nodes of a trace, so that it serves one graph."""
+        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
+        output = graph.graph_copy(self.graph, of)
+        graph.output(output)
+        for node, mine in of.items():
+            mine.meta = {key: of[v] if isinstance(v, fx.Node) else v for key, v in node.meta.items()}
+        return replace(
+            self,
+            graph=graph,
+            inputs=tuple(replace(i, node=of[i.node]) for i in self.inputs),
+            outputs=tuple(replace(o, node=of[o.node]) for o in self.outputs),
+            modules={name: of[node] for name, node in self.modules.items()},
+        )

@@ -39,12 +39,17 @@ Points = Annotated[tuple[Knot, ...], BeforeValidator(_read), Field(min_length=1)
 
 
 def seconds_at(points: Sequence[tuple[float, float]], size: float) -> float:
-    """T of a size. Below the first knot that knot's; beyond the last, its segment's slope goes on."""
+    """T of a size. Below the first knot that knot's; beyond the last at the slope of its segment, or of the whole table
+    if that is steeper (the last knots may be level); of a level table at the last knot's bytes a second."""
     after = bisect_right(points, size, key=itemgetter(0))
-    if after == 0 or len(points) == 1:
+    if after == 0:
         return points[0][1]
-    (x0, y0), (x1, y1) = points[after - 1 : after + 1] if after < len(points) else points[-2:]
-    return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+    x0, y0 = points[after - 1]
+    if after < len(points):
+        x1, y1 = points[after]
+        return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+    slopes = [(y0 - y) / (x0 - x) for x, y in (points[0], points[-2]) if x < x0] if len(points) > 1 else []
+    return y0 + (max(slopes, default=0.0) or (y0 / x0 if x0 else 0.0)) * (size - x0)
 
 
 def latency_and_rate(latency: float, rate: float, share: float = 1.0) -> tuple[tuple[float, float], ...]:

@@ -14,7 +14,9 @@ this: near to one, its own ratio of measured and computed time counts, and at it
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,13 +25,17 @@ Delay = Annotated[float, Field(ge=0, le=10)]
 Extent = Annotated[int, Field(ge=1, le=2**40)]
 Tile = tuple[Annotated[int, Field(ge=1, le=2**16)], Annotated[int, Field(ge=1, le=2**16)]]
 Sample = tuple[Extent, Extent, Extent, Extent, Annotated[float, Field(gt=0, le=1e6)]]
-SPLITS = (1, 2, 4, 8, 16)  # of the depth
+MOST_SPLITS, LEAST_DEPTH = 16, 256  # parts that a depth is split into, and of each
 SEQUENCE = 2048  # keys of an attention of which nobody says how many
 PARTIAL_BYTES = 8  # of an element of a partial sum: written and read in float32
 
 
 class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def changed(self, **fields: Any) -> Self:
+        """The same with other values, which are not checked. (`model_copy` would take over what is cached, too.)"""
+        return self.model_construct(**{name: getattr(self, name) for name in type(self).model_fields} | fields)
 
 
 class ProductRate(Table):
@@ -54,32 +60,42 @@ class ProductRate(Table):
     def model_seconds(self, batch: int, rows: int, columns: int, depth: int, memory_rate: float) -> float:
         """The same without the samples."""
         return self.start_seconds + min(
-            self._tiled(tile, share, split, batch, rows, columns, depth, memory_rate)
+            seconds
             for tile, share in self.tiles
-            for split in SPLITS[: 1 if self.units == 1 else None]
-            if split == 1 or depth >= 256 * split
+            for seconds in self._tiled(tile, share, batch, rows, columns, depth, memory_rate)
         )
 
     def _tiled(
-        self, tile: Tile, share: float, split: int, batch: int, rows: int, columns: int, depth: int, memory_rate: float
-    ) -> float:
-        tiles = batch * split * -(-rows // tile[0]) * -(-columns // tile[1])
-        flops = 2 * tile[0] * tile[1] * (depth / split + self.depth_start)  # of a tile
-        partial = 0 if split == 1 else PARTIAL_BYTES * split * batch * rows * columns
-        return -(-tiles // self.units) * flops * self.units / (self.flops_per_second * share) + partial / memory_rate
+        self, tile: Tile, share: float, batch: int, rows: int, columns: int, depth: int, memory_rate: float
+    ) -> Iterator[float]:
+        """Of one tile: with the depth whole, and split as long as that leaves units without a tile."""
+        tiles, split, rate = batch * -(-rows // tile[0]) * -(-columns // tile[1]), 1, self.flops_per_second * share
+        while split == 1 or (split <= MOST_SPLITS and tiles * split < 2 * self.units and depth >= LEAST_DEPTH * split):
+            flops = 2 * tile[0] * tile[1] * (depth / split + self.depth_start)  # of a tile
+            partial = 0 if split == 1 else PARTIAL_BYTES * split * batch * rows * columns
+            yield -(-tiles * split // self.units) * flops * self.units / rate + partial / memory_rate
+            split *= 2
 
     def _correction(self, batch: int, rows: int, columns: int, depth: int, memory_rate: float) -> float:
         """Measured over computed time, a mean of the samples' weighted by the inverse square of their distance."""
+        if memory_rate not in self._ratios:
+            self._ratios[memory_rate] = [
+                (_logs(*sample[:4]), math.log(sample[4] / self.model_seconds(*sample[:4], memory_rate)))
+                for sample in self.samples
+            ]
         total = weights = 0.0
         place = _logs(batch, rows, columns, depth)
-        for sample in self.samples:
-            shape, seconds = sample[:4], sample[4]
-            distance = sum((a - b) ** 2 for a, b in zip(place, _logs(*shape), strict=True))
-            ratio = math.log(seconds / self.model_seconds(*shape, memory_rate))
+        for shape, ratio in self._ratios[memory_rate]:
+            distance = sum((a - b) ** 2 for a, b in zip(place, shape, strict=True))
             if distance == 0:
                 return math.exp(ratio)
             total, weights = total + ratio / distance, weights + 1 / distance
         return math.exp(total / weights) if weights else 1.0
+
+    @cached_property
+    def _ratios(self) -> dict[float, list[tuple[tuple[float, ...], float]]]:
+        """Of each sample, its place and the logarithm of measured over computed time, by the memory's rate."""
+        return {}
 
 
 def _logs(batch: int, rows: int, columns: int, depth: int) -> tuple[float, ...]:

@@ -83,6 +83,8 @@ COMPILER_CODES: dict[str, Code] = {
     "SC230": Code("no-experts", "a plan limits or counts the rows of experts, and no rows are grouped by expert"),
     "SC231": Code("experts-apart", "an axis lies over dim 0 of all weights of experts that are modules of their own"),
     "SC240": Code("context", "a plan says how attention is divided along a sequence, and it cannot be, or is not"),
+    "SC250": Code("nothing-fits", "no plan of a model fits the memory of its ranks"),
+    "SC251": Code("not-plannable", "the planner is asked for ranks, rows or a mesh that there is no plan for"),
     "SC301": Code("no-rule", "an op has no sharding rule"),
     "SC303": Code("rule-misfit", "the sharding rule of an op does not fit a call of the op"),
     "SC401": Code("file-cut-short", "a program file ends before its end, or is no program file"),

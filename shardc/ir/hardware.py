@@ -81,6 +81,27 @@ class Contention(Table):
     collective: Slowdown = 1.0
 
 
+class Power(Table):
+    """What a limit of power makes of the products' rate over a step: it falls while a device does nothing else, and
+    rises again while it does.
+
+    W / most <= seconds of products = W / sustained - relief * (all other seconds of the step)
+
+    W are their seconds at the rate of `products`. A device that does nothing else reaches the share `sustained` of that
+    rate, and no device more than `most` of it.
+    """
+
+    sustained: Annotated[float, Field(gt=0, le=1)] = 1.0
+    relief: Annotated[float, Field(ge=0, le=10)] = 0.0
+    most: Annotated[float, Field(ge=1, le=10)] = 1.0
+
+    def factor(self, products: float, others: float) -> float:
+        """How many times as long as by the table products take, in a step that has so many seconds of both."""
+        if not products:
+            return 1.0
+        return max(1 / self.most, 1 / self.sustained - self.relief * others / products)
+
+
 class Tables(Table):
     """What refines the quantities. Of two entries of `products` or `attention` for a dtype the first counts; `memory`
     has the seconds of an elementwise kernel by the bytes that it reads and writes; `links` begin inside the node."""
@@ -90,6 +111,7 @@ class Tables(Table):
     memory: Points | None = None
     links: tuple[Level, ...] = ()
     contention: Contention = Contention()
+    power: Power = Power()
 
     def without(self, quantity: str) -> Tables:
         """The tables that still hold where a quantity has another value: those that it refines do not."""
@@ -98,7 +120,8 @@ class Tables(Table):
                 name: tuple(rate for rate in getattr(self, name) if not DTYPES[quantity] & set(rate.dtypes))
                 for name in ("products", "attention")
             }
-            return self.model_copy(update=rates)
+            limit = {"power": Power()} if quantity == "bf16_flops_per_second" else {}
+            return self.model_copy(update=rates | limit)
         if quantity == "memory_bytes_per_second":
             return self.model_copy(update={"memory": None})
         levels = {
@@ -109,8 +132,8 @@ class Tables(Table):
         if levels is None:
             return self
         left = self.links[levels]
-        links = [level.model_copy(update={"series": ()}) if level in left else level for level in self.links]
-        return self.model_copy(update={"links": tuple(links)})
+        links = [level.changed(series=()) if level in left else level for level in self.links]
+        return self.changed(links=tuple(links))
 
 
 DTYPES = {
@@ -124,15 +147,17 @@ DTYPES = {
 class Hardware:
     """One accelerator, and how it reaches the others. Rates are those that programs reach, for one direction.
 
-    `bf16_flops_per_second` is of products of bfloat16 and float16. `link_bytes_per_second` is what an accelerator sends
-    inside its node, `network_bytes_per_second` what it sends to other nodes. `collective_start_seconds` passes before a
-    collective moves its first byte. `kernel_launch_seconds` is the time of the CPU for one launch,
+    `bf16_flops_per_second` is of products of bfloat16 and float16, `peak_flops_per_second` the data sheet's, which MFU
+    divides by. `link_bytes_per_second` is what an accelerator sends inside its node, `network_bytes_per_second` what it
+    sends to other nodes. `collective_start_seconds` passes before a collective moves its
+    first byte. `kernel_launch_seconds` is the time of the CPU for one launch,
     `kernel_gap_seconds` that of the accelerator between two kernels. `bucket_bytes` are those of a full bucket.
     `storage_bytes_per_second` is what an accelerator writes to, or reads from, the checkpoints' storage while all do.
     Products whose rows are no multiples of `row_alignment_bytes` take `unaligned_slowdown` times as long at the least.
     """
 
     bf16_flops_per_second: float = _rate(1.024e15)
+    peak_flops_per_second: float = _rate(1.024e15)
     fp32_flops_per_second: float = _rate(1.024e15)
     fp64_flops_per_second: float = _rate(1.024e15)
     memory_bytes_per_second: float = _rate(4e12)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -29,6 +29,7 @@ from shardc.ir.device_rates import Delay, Table
 from shardc.ir.mesh import Mesh
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "send"]
+Knots = tuple[tuple[float, float], ...]
 # A kind that a level has no table of takes as long as another that sends as much in the same pattern.
 LIKE = {
     "send": ("permute",),
@@ -92,15 +93,21 @@ class Level(Table):
         """T in a group of this level; None where no table tells."""
         for other in (kind, *LIKE.get(kind, ())):
             for captured in (True, False) if graph else (False, True):
-                if tables := _by_group(self.series, other, captured):
+                if tables := self._by_group.get((other, captured)):
                     # An all-reduce is two of the others, one after the other.
                     twice = (2.0 if kind == "all_reduce" else 1.0) / (2.0 if other == "all_reduce" else 1.0)
                     return twice * self._between(tables, other, size, group)
         return None
 
-    def _between(
-        self, tables: tuple[tuple[int, tuple[tuple[float, float], ...]], ...], kind: str, size: float, group: int
-    ) -> float:
+    @cached_property
+    def _by_group(self) -> dict[tuple[str, bool], list[tuple[int, Knots]]]:
+        """Group sizes and their points, of each kind with graphs and without."""
+        tables: dict[tuple[str, bool], list[tuple[int, Knots]]] = {}
+        for one in sorted(self.series, key=lambda one: one.group):
+            tables.setdefault((one.kind, one.graph), []).append((one.group, one.seconds))
+        return tables
+
+    def _between(self, tables: list[tuple[int, Knots]], kind: str, size: float, group: int) -> float:
         def of(index: int) -> float:
             known, points = tables[index]
             return seconds_at(points, size * sent_share(kind, group) / sent_share(kind, known))
@@ -113,13 +120,6 @@ class Level(Table):
         fewer, more = tables[after - 1][0], tables[after][0]
         weight = math.log(group / fewer) / math.log(more / fewer)
         return (1 - weight) * of(after - 1) + weight * of(after)
-
-
-@lru_cache(maxsize=4096)
-def _by_group(
-    series: tuple[Series, ...], kind: str, graph: bool
-) -> tuple[tuple[int, tuple[tuple[float, float], ...]], ...]:
-    return tuple(sorted((one.group, one.seconds) for one in series if one.kind == kind and one.graph == graph))
 
 
 def collective_seconds(

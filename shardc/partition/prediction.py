@@ -46,24 +46,38 @@ class _Predictor:
         self.program, self.reference, self.name = program, reference, name
         self.mesh = _whole_mesh(program)
         self.hardware = hardware.on(self.mesh)
+        self.products = 1.0  # how many times as long as by the table products take
         self._costs: dict[Graph, dict[fx.Node, CallCost]] = {}
         self._timed: dict[Graph, Timed] = {}
 
-    def prediction(self) -> Prediction:
+    def _step(self) -> tuple[float, int, Timeline | None, Costs | None]:
+        """The seconds of a step, the coordinate that works longest, and of a pipeline the timeline and its costs."""
         program = self.program
-        timeline, costs, bubble = None, None, 0.0
-        if program.axis:
-            costs = self.costs()
-            timeline = replay(program.lists, costs)
-            seconds = timeline.makespan
+        c = max(program.coordinate_range, key=lambda c: sum(t.compute * n for t, n in self._runs(c)))
+        if not program.axis:
+            return self.timed(program.body).seconds, c, None, None
+        costs = self.costs()
+        timeline = replay(program.lists, costs)
+        return timeline.makespan, c, timeline, costs
+
+    def _limit_power(self, seconds: float, c: int) -> None:
+        """Run all graphs anew with the rate of products that a device has over such a step."""
+        products = sum(timed.kinds.get("product", 0.0) * n for timed, n in self._runs(c))
+        self.products = self.hardware.tables.power.factor(products, max(0.0, seconds - products))
+        if self.products != 1.0:
+            self._timed.clear()
+
+    def prediction(self) -> Prediction:
+        program, bubble = self.program, 0.0
+        seconds, c, _, _ = self._step()
+        self._limit_power(seconds, c)
+        seconds, c, timeline, costs = self._step()
+        if timeline is not None:
             busy = sum(e.end - e.start for e in timeline.events if e.busy)
             bubble = 1 - busy / (timeline.ranks * seconds) if seconds else 0.0
-        else:
-            seconds = self.timed(program.body).seconds
-        c = max(program.coordinate_range, key=lambda c: sum(t.compute * n for t, n in self._runs(c)))
         runs = self._runs(c)
         ranks, model = program.mesh.world_size, flops(self.reference).total
-        peak = self.hardware.bf16_flops_per_second
+        peak = self.hardware.peak_flops_per_second
         kinds = Counter[Kind]()
         for timed, n in runs:
             for kind, spent in timed.kinds.items():
@@ -99,7 +113,7 @@ class _Predictor:
 
     def timed(self, graph: Graph) -> Timed:
         if graph not in self._timed:
-            self._timed[graph] = run(graph, self.costs_of(graph), self.hardware)
+            self._timed[graph] = run(graph, self.costs_of(graph), self.hardware, self.products)
         return self._timed[graph]
 
     def _graph_runs(self, c: int) -> Mapping[Graph, int]:

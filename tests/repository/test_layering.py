@@ -23,14 +23,14 @@ FLOORS: list[dict[str, str]] = [
         "shardc.ir": """
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
             collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
-            hardware in_flight in_place index_operands layers links liveness mesh microbatch ops ops.accumulate
-            ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums ops.attention_tiles
-            ops.buckets ops.channel_sums
-            ops.check_index ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts
-            ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local
-            ops.mirror ops.running_sum ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax
-            ops.squares ops.streams ops.windows overlap overlap_schedule parse placement plain program provenance
-            python schema storages text trees types verify version
+            group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops
+            ops.accumulate ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums
+            ops.attention_tiles ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc
+            ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped
+            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.running_sum ops.scan ops.scan_body
+            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.streams ops.windows overlap
+            overlap_schedule parse placement plain program provenance python schema storages text trees types verify
+            version
         """,
     },
     {
@@ -40,8 +40,8 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
             __init__ attention attention_keys attention_rows conv creation ctc embedding experts fft halo indexing
-            linalg local matmul norm notation pointwise pool projection random reduction registry scan section shift
-            view window
+            linalg local matmul norm notation pick pointwise pool projection random reduction registry scan section
+            shift view window
         """,
         "shardc.schedule": """
             __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
@@ -81,9 +81,7 @@ FLOORS: list[dict[str, str]] = [
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
         "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
-        "shardc.plan": """
-            __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values
-        """,
+        "shardc.plan": "__init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values",
     },
     {
         "shardc.passes": """
@@ -149,7 +147,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.runtime.checkpoint": """
             __init__ checkpoint export folder held hugging_face lock manifest planners weights
         """,
-        "shardc.runtime.calibrate": "__init__ fit rows write",
+        "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
         "shardc.runtime.generate": """
             __init__ continuous generator programs prompts requests result row_cache sampling search settings steps
         """,
@@ -173,6 +171,11 @@ FLOORS: list[dict[str, str]] = [
             __init__ bottleneck collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer
             unfused what_if
         """,
+        "shardc.planner": """
+            __init__ annotations autoplan axis_roles call_costs candidate candidates compiled_cost inner
+            inner_placement layer_costs layers min_sum numbers placement_program ranking reasons reduced_model search
+            small_program step_costs strategies
+        """,
     },
     {
         "shardc.page": "__init__ content render",
@@ -182,8 +185,9 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.cli": """
-            __init__ as_json commands console doctor generation host_memory ir_printer kernel_list kernel_sources
-            left_out local_launch locking main optimizers pipeline_summary scaling summary targets
+            __init__ as_json calibrate commands console doctor generation host_memory ir_printer kernel_list
+            kernel_sources left_out local_launch locking main optimizers pipeline_summary prediction scaling summary
+            targets
         """,
     },
     {

@@ -13,7 +13,7 @@ launches      medians
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from statistics import median
 from typing import Any
@@ -22,27 +22,53 @@ import torch
 
 from shardc.ir.curve import rising
 from shardc.ir.device_rates import ProductRate
+from shardc.ir.hardware import DTYPES
+from shardc.ir.links import sent_share
 from shardc.runtime.calibrate.rows import Row
 
 KINDS = {"p2p": "send", "ring_shift": "permute"}
 ISSUED = 1.5  # times the shortest of a series, from where the CPU does not bound it
 SMALLEST = 2.5e-6  # seconds of a kernel that moves next to nothing
 BACKWARD = 2.5  # FLOPs of an attention's backward, by those of its forward
+SEQUENTIAL = ProductRate(dtypes=(), flops_per_second=1e12)  # no tiles: time by FLOPs, as on a CPU
 Points = tuple[tuple[float, float], ...]
 
 
-def tables(rows: Sequence[Row]) -> dict[str, Any]:
-    """Tables, as `Hardware.of` takes them, of what the rows tell. Links are of one level, inside a node."""
+def tables(rows: Sequence[Row], like: ProductRate | None = None) -> dict[str, Any]:
+    """Tables, as `Hardware.of` takes them, of what the rows tell. Links are of one level, inside a node; products have
+    the units and tiles of `like`."""
     by_kind: dict[str, list[Row]] = {}
     for row in rows:
         by_kind.setdefault(row["kind"], []).append(row)
-    fits: dict[str, Callable[[list[Row]], Any]] = {
-        "collective": lambda of: ("links", [{"name": "node", "series": collective_series(of)}]),
-        "attention": lambda of: ("attention", attention_rates(of)),
-        "ceiling": lambda of: ("memory", memory_points(of)),
-        "contention": lambda of: ("contention", contention(of)),
-    }
-    return dict(fits[kind](found) for kind, found in by_kind.items() if kind in fits)
+    fitted: dict[str, Any] = {}
+    if ceilings := by_kind.get("ceiling"):
+        fitted["memory"] = memory_points(ceilings)
+    if products := by_kind.get("product"):
+        memory_rate = fitted["memory"][-1][0] / fitted["memory"][-1][1] if "memory" in fitted else 1e18
+        rates = [product_rate(of, like or SEQUENTIAL, memory_rate) for of in _by_dtype(products).values()]
+        fitted["products"] = [rate.model_dump(exclude_defaults=True) for rate in rates]
+    if attentions := by_kind.get("attention"):
+        fitted["attention"] = [
+            rate for dtype, of in _by_dtype(attentions).items() for rate in attention_rates(of, equals(dtype))
+        ]
+    if collectives := by_kind.get("collective"):
+        fitted["links"] = [{"name": "node", "series": collective_series(collectives)}]
+    if beside := by_kind.get("contention"):
+        fitted["contention"] = contention(beside)
+    return fitted
+
+
+def _by_dtype(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows that do not say are of bfloat16."""
+    by_dtype: dict[str, list[Row]] = {}
+    for row in rows:
+        by_dtype.setdefault(row.get("dtype", "bfloat16"), []).append(row)
+    return by_dtype
+
+
+def equals(dtype: str) -> list[str]:
+    """The dtypes whose products are as fast."""
+    return ["bfloat16", "float16"] if dtype == "bfloat16" else [dtype]
 
 
 # ---------------------------------------------------------------------- collectives
@@ -70,8 +96,8 @@ def collective_series(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------------- attention
-def attention_rates(rows: Iterable[Row], dtypes: Sequence[str] = ("bfloat16", "float16")) -> list[dict[str, Any]]:
-    """A rate a backend and direction; the quickest backend first."""
+def attention_rates(rows: Iterable[Row], dtypes: Sequence[str]) -> list[dict[str, Any]]:
+    """A rate a backend and direction, for these dtypes; the quickest backend first."""
     shapes: dict[str, dict[tuple[float, float], tuple[float, float]]] = {}
     for row in rows:
         flops = 2.0 * row["mb"] * row["heads"] * row["sequence"] ** 2 * row["width"]  # causal
@@ -82,10 +108,14 @@ def attention_rates(rows: Iterable[Row], dtypes: Sequence[str] = ("bfloat16", "f
     for backend, of in shapes.items():
         for backward in (False, True):
             times = {
-                (flops * (BACKWARD if backward else 1), sequence): both - forward if backward else forward
+                # Two measurements of a busy host may differ by more than backward takes.
+                (flops * (BACKWARD if backward else 1), sequence): max(both - forward, both / 10)
+                if backward
+                else forward
                 for (flops, sequence), (forward, both) in of.items()
             }
-            entry = {"dtypes": list(dtypes), "backend": backend, "backward": backward, **saturating(times)}
+            figures = {"backend": backend, "backward": backward, **saturating(times)}
+            entry = {"dtypes": list(dtypes), **{name: figure for name, figure in figures.items() if figure}}
             fitted.append((sum(both for _, both in of.values()), entry))
     return [entry for _, entry in sorted(fitted, key=lambda pair: pair[0])]
 
@@ -155,11 +185,12 @@ def product_rate(rows: Sequence[Row], like: ProductRate, memory_rate: float) -> 
     depths = sorted({0, 16, 32, 64, 128, 256, like.depth_start})
     rates = [quickest * 1.02**n for n in range(-15, 11)]
     candidates = (
-        like.model_copy(update={"flops_per_second": rate, "start_seconds": start, "depth_start": depth, "samples": ()})
+        like.changed(flops_per_second=rate, start_seconds=start, depth_start=depth, samples=())
         for rate, start, depth in product(rates, starts, depths)
     )
     best = min(candidates, key=misfit)
-    return best.model_copy(update={"samples": tuple((*shape, t) for shape, t in sorted(shapes.items()))})
+    samples = tuple((*shape, t) for shape, t in sorted(shapes.items()))
+    return best.changed(dtypes=tuple(equals(rows[0].get("dtype", "bfloat16"))), samples=samples)
 
 
 def contention(rows: Iterable[Row]) -> dict[str, float]:
@@ -167,9 +198,28 @@ def contention(rows: Iterable[Row]) -> dict[str, float]:
     ratios: dict[str, list[float]] = {}
     for row in rows:
         ratios.setdefault(row["what"], []).append(row["beside_us"] / row["alone_us"])
-    return {what: max(1.0, round(median(of), 3)) for what, of in ratios.items()}
+    return {what: min(100.0, max(1.0, round(median(of), 3))) for what, of in ratios.items()}
 
 
-def launch_seconds(rows: Iterable[Row], what: str) -> float | None:
-    times = [row["us"] * 1e-6 for row in rows if row["kind"] == "launch" and row["what"] == what]
-    return median(times) if times else None
+# ---------------------------------------------------------------------- quantities
+def quantities(rows: Sequence[Row], fitted: Mapping[str, Any]) -> dict[str, float]:
+    """The flat quantities that the rows tell: the best rate of each kind, and the median start of a collective."""
+    told: dict[str, float] = {}
+    for rate in fitted.get("products", ()):
+        best = max(2 * math.prod(sample[:4]) / sample[4] for sample in rate["samples"])
+        told |= {name: best for name, dtypes in DTYPES.items() if set(rate["dtypes"]) & dtypes}
+    if "memory" in fitted:
+        size, seconds = fitted["memory"][-1]
+        told["memory_bytes_per_second"] = size / seconds
+    series = [one for level in fitted.get("links", ()) for one in level["series"]]
+    if series:
+        ends = [
+            (sent_share(one["kind"], one["group"]) * one["seconds"][-1][0], one["seconds"][-1][1]) for one in series
+        ]
+        told["link_bytes_per_second"] = max(size / seconds for size, seconds in ends)
+        told["collective_start_seconds"] = median(one["seconds"][0][1] for one in series)
+    for name, what in (("kernel_launch_seconds", "launch"), ("kernel_gap_seconds", "gap")):
+        times = [row["us"] * 1e-6 for row in rows if row["kind"] == "launch" and row["what"] == what]
+        if times:
+            told[name] = median(times)
+    return told

@@ -29,7 +29,7 @@ def hardware_yaml(quantities: Mapping[str, Any], sources: Mapping[str, str], tit
         _with_source(f"{name}: {_flow(quantities[name])}", sources.get(name)) for name in RANGES if name in quantities
     ]
     for name in TABLES:
-        if name in quantities:
+        if quantities.get(name):
             lines += _table(name, quantities[name], sources.get(name))
     return "\n".join(lines) + "\n"
 

@@ -23,10 +23,10 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph
 from shardc.ir.in_place import Write, writes
 from shardc.ir.ops.buckets import PACK, UNPACK
-from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, run_collective
+from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, late, run_collective
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.local import axis_offset
-from shardc.ir.overlap_schedule import Action, schedule_overlap
+from shardc.ir.overlap_schedule import Action, schedule_overlap, sums_gradients
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.bucket_buffer import FlatBuffer, prepare_pack, prepare_unpack
 from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
@@ -230,6 +230,7 @@ def _action_line(
         case "begin":
             assert steps is not None
             steps = all_reduce_over if reduced_in_place(instruction.node) else steps
+            steps = partial(late, steps) if sums_gradients(instruction.node) else steps
             return action.at, partial(begin, steps), instruction.arguments, into, free
         case "wait":
             assert isinstance(into, int)

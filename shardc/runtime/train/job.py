@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardc.cost.profile import Profile
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.group_axes import axes_used, axes_used_twice
 from shardc.ir.types import TensorType
 from shardc.partition.program_counter import ListCounterNames, graphs_of
 from shardc.partition.same_state import homes
@@ -28,7 +29,7 @@ from shardc.runtime.execute.measured_timeline import StepClock, gather_timeline,
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.execute.monitor import Monitor
 from shardc.runtime.execute.peer_groups import PeerGroups, groups_of, ranks_of_position
-from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
+from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 from shardc.runtime.execute.step_epilogue import blame_failures
 from shardc.runtime.train.agreement import ranks_text, sides
 from shardc.runtime.train.consensus import Consensus
@@ -115,8 +116,9 @@ class Job:
         mesh, count = self.body.mesh, len(program.lists.ranks)
         copies = [[program.rank_of(c, i) for i in range(mesh.world_size)] for c in range(count)]
         axes = {frozenset(axis_names): axis_names for graph in _all_graphs(program) for axis_names in axes_used(graph)}
+        twice = {frozenset(names): names for graph in _all_graphs(program) for names in axes_used_twice(graph)}
         self.comm = ProcessGroupCommunicator(
-            mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program), known
+            *(mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program), known, twice.values())
         )
         self.links = PeerGroups(ranks_of_position(program, self.i), self.comm.group, self.device, member.limit)
         if member.on_gpu:

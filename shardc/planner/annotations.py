@@ -1,0 +1,109 @@
+"""States of values over mesh axes, written as a plan's annotations: patterns over names, equal ones merged.
+
+    transformer.h.0.attn.c_attn.weight   f32[1024, (3 16@tp 64)]     "transformer.h.*.attn.c_attn.weight": "-, 3*tp"
+    transformer.h.0                      f32[8@dp, 1024@tp, 1024]    "transformer.h.*": "dp, tp, -"
+
+Written is what the compiler does not find by itself: parameters of two dims or more, the batch, and what each layer
+returns where it is sharded over a tensor axis. Biases, norms and all other values follow by propagation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc.ir.graph import Graph, type_of
+from shardc.ir.layers import in_every_layer, layer_of
+from shardc.planner.axis_roles import Divided, Role
+
+Placed = Mapping[tuple[fx.Node, int], Sequence[str]]  # (value, flat atom) -> axes, major first
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The three maps of a plan."""
+
+    params: Mapping[str, str]
+    inputs: Mapping[str, str]
+    activations: Mapping[str, str]
+
+    def as_plan(self) -> dict[str, dict[str, str]]:
+        maps = {"params": self.params, "inputs": self.inputs, "activations": self.activations}
+        return {key: dict(value) for key, value in maps.items() if value}
+
+
+def annotations_of(divided: Divided, kept: Mapping[str, Iterable[str]], *, layers: Iterable[str]) -> Annotations:
+    """Annotations of all values that axes divide, but for names that the user's plan has `kept`, by kind. `layers` are
+    modules whose results may be annotated."""
+    graph, mesh_axes = divided.graph, divided.mesh.names
+    params: dict[str, str] = {}
+    inputs: dict[str, str] = {}
+    for port, value in zip(graph.inputs, graph.placeholders, strict=True):
+        if port.role == "param" and type_of(value).ndim > 1 and port.name not in kept.get("params", ()):
+            params[port.name] = text_of(divided, value, mesh_axes)
+        if port.role == "input" and type_of(value).ndim and port.name not in kept.get("inputs", ()):
+            inputs[port.name] = text_of(divided, value, mesh_axes)
+    activations: dict[str, str] = {}
+    for name in layers:
+        value = graph.activations.get(name)
+        if value is None or name in kept.get("activations", ()):
+            continue
+        tensor = {axis for (v, _), axes in divided.placed.items() if v is value for axis in axes}
+        activations[name] = text_of(divided, value, mesh_axes) if tensor else ""
+    return Annotations(
+        merged(params), {name: text for name, text in inputs.items() if is_sharded(text)}, merged(activations)
+    )
+
+
+def text_of(divided: Divided, value: fx.Node, order: Sequence[str]) -> str:
+    """A placement's text, dim by dim. Axes on one dim are major first in the mesh's order; of those that need a
+    different number of blocks, the first stays."""
+    dims: list[str] = []
+    flat = 0
+    for sizes in type_of(value).sizes[: type_of(value).ndim]:
+        blocks, axes = 1, list[str]()
+        for i in range(len(sizes)):
+            here = [axis for axis in order if axis in divided.axes(value, flat + i)]
+            before = math.prod(sizes[:i])
+            if here and not axes:
+                blocks, axes = before, here
+        flat += len(sizes)
+        dims.append("-" if not axes else f"{blocks}*{'.'.join(axes)}" if blocks > 1 else ".".join(axes))
+    return ", ".join(dims)
+
+
+def is_sharded(text: str) -> bool:
+    return bool(text.replace(",", "").replace("-", "").strip())
+
+
+def merged(texts: Mapping[str, str]) -> dict[str, str]:
+    """One pattern for the names that differ in the numbers of layers alone. Where their placements differ, the one that
+    most have is the pattern's; families with nothing sharded are left out."""
+    families: dict[str, dict[str, str]] = {}
+    for name, text in texts.items():
+        families.setdefault(in_every_layer(name), {})[name] = text
+    result: dict[str, str] = {}
+    for pattern, family in families.items():
+        values = list(family.values())
+        if not any(is_sharded(text) for text in values):
+            continue
+        common = max(dict.fromkeys(values), key=values.count)
+        if len(family) == 1 or not is_sharded(common):
+            result.update({name: text for name, text in family.items() if is_sharded(text)})
+            continue
+        result[pattern] = common
+        result.update({name: text for name, text in family.items() if text != common and text})
+    return result
+
+
+def layer_modules(graph: Graph, names: Iterable[str] = ()) -> list[str]:
+    """Modules that are layers: elements of lists, and others that were found equal."""
+    listed = [name for name in graph.activations if layer_of(name.partition("#")[0]) == name]
+    return list(dict.fromkeys([*listed, *(name for name in names if name in graph.activations)]))
+
+
+def tensor_axes(roles: Mapping[str, Role]) -> list[str]:
+    return [axis for axis, role in roles.items() if role == "tensor"]

@@ -1,0 +1,230 @@
+"""Candidate plans of a traced model on a mesh: placements of its weights and of its batch, found in its graph.
+
+    candidates = candidate_plans(trace(model, batch), Mesh(dp=2, tp=4), Hardware())
+    candidates[0].plan                 {"params": {"h.*.attn.c_attn.weight": "-, 3*tp", ...}, "inputs": ..., ...}
+
+Axes for the batch, the sequence and experts go where their role says. For each tensor axis the placement program is
+solved (`placement_program`), in a few forms that are each the best under another condition; what comes out is written
+as annotations, compiled, and ranked by the seconds of the compiled body. So what the compiler makes of an annotation
+decides, and not what the program took it to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.compiler.binding import bind, bind_passes
+from shardc.compiler.driver import distribute, single_device
+from shardc.compiler.pass_pipeline import Options, cuts_of
+from shardc.cost.memory import memory as memory_of
+from shardc.frontend.trace import Traced
+from shardc.ir.diagnostic import Diagnostic
+from shardc.ir.graph import Graph, operands, type_of
+from shardc.ir.hardware import Hardware
+from shardc.ir.mesh import Mesh
+from shardc.passes.sharding.atomize import Atomize
+from shardc.passes.sharding.seed import Bound, find_value
+from shardc.plan.schema import Plan
+from shardc.planner.annotations import Annotations, annotations_of, layer_modules, tensor_axes
+from shardc.planner.axis_roles import Divided, Role, roles_of
+from shardc.planner.call_costs import AxisCosts, trained_values
+from shardc.planner.compiled_cost import LayerCost, layer_costs
+from shardc.planner.layers import EqualLayers, equal_layers
+from shardc.planner.placement_program import PlacementProgram, Solution
+from shardc.planner.strategies import WHOLE, State
+
+aten = torch.ops.aten
+PRICE = 1e-11  # seconds a byte held: 10 ms a GB
+MOMENTS_BYTES = 8  # that an optimizer holds an element of a parameter
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Placements, and what they cost as compiled: `seconds` of a microbatch's forward and backward on one rank, by
+    `layers`, of which the entry "" is the rest. `estimate` is what the placement program predicted of the same.
+
+    `bytes` are the peak with two moments of an optimizer, without storage over other axes (ZeRO), of the traced layers.
+    """
+
+    plan: Mapping[str, Any]
+    seconds: float
+    layers: tuple[LayerCost, ...]
+    bytes: int
+    estimate: float
+    why: str
+    notes: tuple[Diagnostic, ...] = field(default=(), repr=False)
+
+    @property
+    def communication(self) -> float:
+        return sum(layer.count * layer.communication for layer in self.layers)
+
+    def scaled(self, counts: Mapping[str, int]) -> float:
+        """Seconds of a model with so many layers of each pattern, instead of as many as were traced."""
+        return sum(counts.get(layer.pattern, layer.count) * layer.seconds for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A condition under which the best placements are looked for."""
+
+    why: str
+    whole_products: bool = True
+    sequence: bool = True  # whether what layers return may be annotated
+    tables_by_rows: bool = False  # embedding tables by the vocabulary, or not at all
+    price: float = 0.0
+
+
+FORMS = (
+    _Form("least predicted time"),
+    _Form("least predicted time, tables by rows", tables_by_rows=True),
+    _Form("least predicted time, memory at a price", tables_by_rows=True, price=PRICE),
+    _Form("least predicted time, residual stream whole", sequence=False),
+    _Form("tokens or positions divided as well", whole_products=False),
+)
+
+
+def candidate_plans(
+    traced: Traced,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    roles: Mapping[str, Role] | None = None,
+    pinned: Plan | None = None,
+    memory: int | None = None,
+    top: int = 3,
+) -> list[Candidate]:
+    """The best placements first. What `pinned` annotates stays as it is. With `memory`, in bytes, candidates that hold
+    more come last. Raises ShardcError for a step that cannot be compiled, or a plan that does not fit it."""
+    plan = pinned or Plan()
+    options = bind_passes(plan, hardware.on(mesh), Options(verify=False))
+    reference = single_device(traced, mesh, options)
+    bound = bind(plan, traced, mesh)
+    search = _Search(reference, mesh, hardware.on(mesh), roles_of(mesh, roles), bound)
+    forms = FORMS if tensor_axes(search.roles) else FORMS[:1]
+    tried: dict[str, Candidate] = {}
+    for form in forms:
+        annotations, estimate = search.annotations(form)
+        key = repr(annotations)
+        if key not in tried:
+            tried[key] = _compiled(traced, reference, plan, mesh, hardware, annotations, estimate, form.why)
+    ranked = sorted(tried.values(), key=lambda c: (memory is not None and c.bytes > memory, c.seconds))
+    return ranked[:top]
+
+
+def _compiled(
+    traced: Traced,
+    reference: Graph,
+    pinned: Plan,
+    mesh: Mesh,
+    hardware: Hardware,
+    annotations: Annotations,
+    estimate: float,
+    why: str,
+) -> Candidate:
+    """A candidate, by its compiled body."""
+    plan = Plan.from_dict(annotations.as_plan()).merge(pinned)
+    options = bind_passes(plan, hardware.on(mesh), Options(verify=False))
+    body = distribute(reference, bind(plan, traced, mesh), options)
+    costs = tuple(layer_costs(body, hardware.on(mesh)))
+    ports = zip(body.inputs, body.placeholders, strict=True)
+    moments = sum(
+        MOMENTS_BYTES * type_of(v).local_bytes(body.mesh) // type_of(v).dtype.itemsize
+        for p, v in ports
+        if p.role == "param" and p.trainable
+    )
+    peak = memory_of(body, listed=False).peak + moments
+    seconds = sum(cost.count * cost.seconds for cost in costs)
+    return Candidate(annotations.as_plan(), seconds, costs, peak, estimate, why, tuple(body.diagnostics))
+
+
+class _Search:
+    """The placement programs of one graph, axis after axis."""
+
+    def __init__(
+        self, reference: Graph, mesh: Mesh, hardware: Hardware, roles: Mapping[str, Role], bound: list[Bound]
+    ) -> None:
+        self.mesh, self.hardware, self.roles, self.bound = mesh, hardware, roles, bound
+        self.graph = Atomize(tuple(cuts_of(reference, bound))).run(reference.copy())
+        self.equal: EqualLayers = equal_layers(self.graph)
+        self.trained = trained_values(self.graph)
+        self.pins = {value: b for b in bound if (value := find_value(self.graph, b)) is not None}
+        self.tables = {operands(n)[0] for n in self.graph.calls_of(aten.embedding.default)}
+
+    def annotations(self, form: _Form) -> tuple[Annotations, float]:
+        """The placements that are best under a condition, and their predicted seconds."""
+        divided = Divided(self.graph, self.mesh, self.roles)
+        estimate = 0.0
+        for axis in tensor_axes(self.roles):
+            if self.mesh.size(axis) > 1:
+                estimate = self._divide(divided, axis, form)
+        kept = {"params": set[str](), "inputs": set[str](), "activations": set[str]()}
+        for b in self.bound:
+            kept.get(f"{b.kind}s", set[str]()).add(b.name)
+        if form.sequence:
+            shown = [name for names in self.equal.names for name in names if name]
+            layers = layer_modules(self.graph, [name for name in shown if self._is_outermost(name)])
+        else:
+            layers = []
+        return annotations_of(divided, kept, layers=layers), estimate
+
+    def _is_outermost(self, name: str) -> bool:
+        return not any(name.startswith(f"{other}.") for names in self.equal.names for other in names if other)
+
+    def _divide(self, divided: Divided, axis: str, form: _Form) -> float:
+        """Solve the program of one axis, and put it on the atoms that the solution says."""
+        size = self.mesh.size(axis)
+        batch, experts, graph = divided.batch, divided.experts, self.graph
+        inputs = {n for p, n in zip(graph.inputs, graph.placeholders, strict=True) if p.role == "input"}
+        integers = {v for v in inputs if not type_of(v).dtype.is_floating_point}
+
+        def offered(value: fx.Node, atom: int) -> bool:
+            of = divided.classes.of((value, atom))
+            if of in batch or of in experts or axis in divided.axes(value, atom):
+                return False
+            if form.tables_by_rows and value in self.tables and atom > 0:
+                return False
+            return value not in integers and (value not in inputs or not form.whole_products)
+
+        def allowed(value: fx.Node) -> frozenset[State] | None:
+            pin = self.pins.get(value)
+            return None if pin is None else _states(pin, value, axis, offered)
+
+        sums = [a for a, role in self.roles.items() if role != "tensor" and self.mesh.size(a) > 1]
+        groups = (self.hardware.group_of(self.mesh, tuple(sums)),) if sums else ()
+        costs = AxisCosts(
+            graph,
+            self.hardware,
+            size,
+            self.hardware.group_of(self.mesh, (axis,)),
+            divided.divisors(but=(axis,)),
+            self.trained,
+            groups,
+        )
+        program = PlacementProgram(graph, axis, costs, self.equal, offered, allowed, form.whole_products)
+        solution = program.solve(form.price)
+        for value, state in _placed(solution):
+            divided.place(value, state, axis)
+        return solution.seconds
+
+
+def _placed(solution: Solution) -> Iterable[tuple[fx.Node, State]]:
+    return [(value, state) for value, state in solution.states.items() if state >= 0]
+
+
+def _states(pin: Bound, value: fx.Node, axis: str, offered: Any) -> frozenset[State] | None:
+    """What an annotation leaves to a value over an axis: atoms of the dim that it puts the axis on, or of open dims."""
+    states: set[State] = set()
+    flat = 0
+    for sizes, dim in zip(type_of(value).sizes, pin.placement.padded(type_of(value).ndim), strict=False):
+        here = [flat + i for i in range(len(sizes)) if offered(value, flat + i)]
+        flat += len(sizes)
+        if axis in dim.axes:
+            return frozenset(here)
+        if dim.open:
+            states.update(here)
+    return frozenset({WHOLE, *states})
