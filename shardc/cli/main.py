@@ -255,7 +255,9 @@ def cost(
     from shardc.cli import scaling as questions
 
     asked = _asked(target, plan, mesh, strict, optimizer)
-    question = questions.Question(hardware, scaling, bottlenecks, memory_limit, node_mtbf, restart_mesh)
+    others = {"--memory": memory or None, "--trace": trace, "--profile": profile}
+    beside = tuple(option for option, value in others.items() if value is not None)
+    question = questions.Question(hardware, scaling, bottlenecks, memory_limit, node_mtbf, restart_mesh, beside)
     if question.asked:
         questions.answer(asked, question, as_json=as_json)
     else:

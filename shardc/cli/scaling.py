@@ -28,10 +28,11 @@ class Question:
     memory_limit: str | None
     node_mtbf: float | None
     restart_mesh: str | None
+    beside: tuple[str, ...] = ()  # options that answer something else
 
     @property
     def asked(self) -> bool:
-        return self.given("scaling", "bottlenecks", "node_mtbf", "memory_limit", "restart_mesh", "hardware")
+        return self.given("scaling", "bottlenecks", "node_mtbf", "memory_limit", "restart_mesh")
 
     def given(self, *names: str) -> bool:
         values = [getattr(self, name) for name in names]
@@ -43,9 +44,9 @@ def answer(asked: Asked, question: Question, *, as_json: bool) -> None:
         if question.given(option) and not question.given(needs):
             option, needs = (f"--{name.replace('_', '-')}" for name in (option, needs))
             raise error("SC105", f"{option} says nothing without {needs}", hint=f"write {needs} beside it")
-    if not question.given("scaling", "bottlenecks", "node_mtbf"):
-        hint = "write --scaling, --bottlenecks or --node-mtbf beside it"
-        raise error("SC105", "--hardware says nothing by itself", hint=hint)
+    if question.beside:
+        message = f"{' and '.join(question.beside)} go with none of --scaling, --bottlenecks and --node-mtbf"
+        raise error("SC105", message, hint="ask for them in a command of their own")
     axis, sizes = _sizes(question.scaling) if question.scaling is not None else ("", [])
     program, _ = compiled(asked, meta=True)
     diagnose(program.diagnostics)

@@ -48,7 +48,7 @@ def test_bottlenecks_and_failures_together() -> None:
         (["--scaling", "tp=1,0"], "SC210"),
         (["--memory-limit", "1GiB"], "--memory-limit says nothing without --bottlenecks"),
         (["--restart-mesh", "dp=2"], "--restart-mesh says nothing without --node-mtbf"),
-        (["--hardware", "h200"], "--hardware says nothing by itself"),
+        (["--bottlenecks", "--memory", "--trace", "x.json"], "--memory and --trace go with none of --scaling"),
         (["--node-mtbf", "0"], "SC208"),
         (["--bottlenecks", "--hardware", "h20"], "SC208"),
     ],

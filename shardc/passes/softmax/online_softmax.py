@@ -16,8 +16,8 @@ the single device has NaN, so has every rank. t is only there where one collecti
 classes that is first summed over tokens is a single number to all-reduce, but a number a token to gather.
 
 The rule: collectives saved, times the bytes that a link sends while an empty one runs (`Hardware.collective_seconds`,
-10 MB), must outweigh what is sent more. A rank sends k (g-1) n bytes to gather k statistics of n bytes in a group of g, and
-2 (g-1)/g n to all-reduce one. The same up to g = 2; in larger groups more, but few: 8192 tokens of 3 float32 over 8
+10 MB), must outweigh what is sent more. A rank sends k (g-1) n bytes to gather k statistics of n bytes in a group of g,
+and 2 (g-1)/g n to all-reduce one. The same up to g = 2; in larger groups more, but few: 8192 tokens of 3 float32 over 8
 ranks are 672 KiB instead of 168, for two starts.
 
 Needs a localized body: a shard's statistics are no tensors that a rule could place. (A maximum or sum that is not
