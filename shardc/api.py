@@ -67,6 +67,8 @@ from shardc.schedule.costs import Costs
 from shardc.schedule.prove import Proof, prove, prove_body
 from shardc.schedule.replay import replay
 from shardc.schedule.timeline import Timeline, checked_costs
+from shardc.symbolic.derive import formulas_of
+from shardc.symbolic.formulas import Formulas
 
 if TYPE_CHECKING:  # the trainer brings torch.distributed.checkpoint: as long to import as all else
     from shardc.runtime.checkpoint.weights import Init, Weights
@@ -259,6 +261,17 @@ class Program(data.Program):
         """What a rank computes in a step, by phase and op; with a pipeline, the rank that computes most."""
         every = (rank_costs.rank_flops(self.staged, c) for c in self.staged.coordinate_range)
         return max(every, key=lambda one: one.total)
+
+    def symbolic(self, ranges: Mapping[str, tuple[int, int]] | None = None) -> Formulas:
+        """Formulas of what a step costs a rank, in the plan's `symbols`, mesh axes and the number of equal layers.
+
+        The model is compiled at some ten sizes within `ranges`, by default up to 16 times the sample's. Raises
+        ShardcError (SC232) with the line of the model that fixes an extent; of a program from a file always.
+        """
+        if self.request is None:
+            hint = "compile the program anew: its model is compiled at other sizes"
+            raise error("SC232", "a program from a file has no formulas", hint=hint)
+        return formulas_of(self.request, ranges)
 
     def parameter_bytes(self) -> data.ParameterBytes:
         """Memory for parameters: what one rank stores, padding included (with a pipeline, at most), and the model's."""

@@ -81,7 +81,7 @@ FLOORS: list[dict[str, str]] = [
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
         "shardc.plan": """
-            __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values
+            __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema symbols values
         """,
     },
     {
@@ -164,6 +164,9 @@ FLOORS: list[dict[str, str]] = [
             __init__ binding driver generation pass_pipeline pipelining program_check rank request step_plan
             what_varies
         """,
+    },
+    {
+        "shardc.symbolic": "__init__ derive expression formulas layers measure samples show template",
     },
     {
         "shardc.explain": "__init__ collective fusion halo plan_edits provenance ring transfer unfused what_if",
