@@ -211,14 +211,20 @@ def cost(
         bool, typer.Option("--memory", help="What a rank holds: by category, at which call most, and what then.")
     ] = False,
     top: Annotated[int, typer.Option(min=0, help="With --memory: how many of the largest values to list.")] = 10,
+    symbolic: Annotated[
+        bool, typer.Option("--symbolic", help="Formulas of the plan's symbols, mesh axes and layers, not numbers.")
+    ] = False,
     strict: Strict = False,
     optimizer: Optimizer = None,
     fold: Fold = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a step costs a rank: its work, its communication, and with --memory what it holds."""
-    from shardc.cli import commands
+    from shardc.cli import commands, symbolic_cost
 
+    if symbolic:
+        symbolic_cost.symbolic_cost(_asked(target, plan, mesh, strict, optimizer), as_json=as_json)
+        return
     commands.cost(_asked(target, plan, mesh, strict, optimizer), memory=memory, top=top, fold=fold, as_json=as_json)
 
 

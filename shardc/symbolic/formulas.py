@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -149,7 +149,6 @@ class Formulas:
     stored: tuple[Expression, Expression] | None
     domain: Domain
     notes: tuple[str, ...] = ()  # what has no formula, and why
-    _functions: dict[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
 
     def at(self, point: Point | None = None, /, **sizes: int) -> Costs:
         """The numbers for these sizes. Raises ShardcError (SC232) where the formulas do not hold."""
@@ -178,7 +177,7 @@ class Formulas:
         forms: dict[Key, Any] = {}
         for t in self.transfers:
             key = (t.phase, t.axes, t.kind)
-            forms[key] = forms.get(key, 0) + self._count(t) * self.sent(t)
+            forms[key] = forms.get(key, 0) + self.count(t) * self.sent(t)
         return forms
 
     def sent(self, transfer: Transfer) -> Any:
@@ -233,7 +232,8 @@ class Formulas:
 
         return sympy.Integer(self.domain.fixed[axis]) if axis in self.domain.fixed else _symbol(axis)
 
-    def _count(self, transfer: Transfer) -> Any:
+    def count(self, transfer: Transfer) -> Any:
+        """How many of these there are in a step, in sympy."""
         return transfer.fixed + transfer.each * _symbol(LAYERS)
 
     @property
@@ -253,12 +253,23 @@ class Formulas:
 
         if not self.memory:
             return None
-        forms = [sympy.expand(c.fixed.sympy() + c.each.sympy() * _symbol(LAYERS)) for c in self.memory]
-        return forms[0] if len(forms) == 1 else sympy.Max(*forms, evaluate=False)
+        return self.peaks[0] if len(self.memory) == 1 else sympy.Max(*self.peaks, evaluate=False)
 
-    def lambdify(self) -> Callable[..., Costs]:
-        """A function of the symbols by name that evaluates all formulas, and checks that they hold: `at`."""
-        return self.at
+    @property
+    def peaks(self) -> list[Any]:
+        """The forms that the peak is the most of."""
+        import sympy
+
+        return [sympy.expand(c.fixed.sympy() + c.each.sympy() * _symbol(LAYERS)) for c in self.memory]
+
+    def lambdify(self, form: Any) -> Callable[..., int]:
+        """One closed form (of `bytes`, `flops`, or `peak`) as a function of the symbols by name, for many sizes. It
+        does not check that the form holds there: `domain.check` does."""
+        import sympy
+
+        names = sorted(form.free_symbols, key=str)
+        function = sympy.lambdify(names, form, modules=[{"Max": max}, "sympy"], cse=True)
+        return lambda **sizes: int(function(*(sympy.Integer(sizes[str(name)]) for name in names)))
 
     def __str__(self) -> str:
         from shardc.symbolic.show import shown

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardc.plan.symbols import LAYERS
 from shardc.symbolic.formulas import Formulas, Transfer
 
+SHOWN = 6  # forms of the peak
 NAMES = {"fwd": "forward", "bwd": "backward", "opt": "optimizer"}
 
 
@@ -21,16 +21,17 @@ def shown(formulas: Formulas) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", "FLOPs of a rank"]
     lines += [f"  {NAMES[phase]}: {form}" for phase, form in formulas.flops.items()]
-    if (peak := formulas.peak) is not None:
-        lines += ["", f"bytes of a rank at the peak: {peak}"]
+    if formulas.memory:
+        lines += ["", "bytes of a rank at the peak, the most of"]
+        lines += [f"  {form}" for form in formulas.peaks[:SHOWN]]
+        more = len(formulas.memory) - SHOWN
+        lines += [f"  and {more} more, at other calls"] if more > 0 else []
     lines += ["", "where", *(f"  {line}" for line in str(formulas.domain).splitlines())]
     return "\n".join([*lines, *(f"note: {note}" for note in formulas.notes)])
 
 
 def _row(formulas: Formulas, t: Transfer) -> tuple[str, ...]:
-    import sympy
-
-    count = str(t.fixed + t.each * sympy.Symbol(LAYERS))
+    count = str(formulas.count(t))
     kind = f"{t.kind} ({t.op})" if t.op else t.kind
     return t.phase, ".".join(t.axes), count, kind, str(t.payload), compact(formulas.sent(t))
 

@@ -128,7 +128,7 @@ FLOORS: list[dict[str, str]] = [
             loop_source loop_values loss_gradients made_anew memory_writes model_changes model_outputs op_overrides
             optimizer optimizer_trace own_values precision program_inputs program_optimizers provenance python_random
             python_state rolled_loops row_selection row_wise sample_call sample_values saved_state selected_rows
-            spec_augment state_holders substitution token_weights trace traced traced_graph traced_scalar unsupported
+            size_guards spec_augment state_holders substitution token_weights trace traced traced_graph traced_scalar unsupported
             update_cache whole_matrices
         """,
     },
@@ -166,7 +166,7 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
-        "shardc.symbolic": "__init__ derive expression formulas layers measure samples show template",
+        "shardc.symbolic": "__init__ derive expression formulas instances layers measure samples show template",
     },
     {
         "shardc.explain": "__init__ collective fusion halo plan_edits provenance ring transfer unfused what_if",
@@ -180,7 +180,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.cli": """
             __init__ as_json commands console doctor generation host_memory ir_printer kernel_list kernel_sources
-            left_out local_launch main optimizers pipeline_summary summary targets
+            left_out local_launch main optimizers pipeline_summary summary symbolic_cost targets
         """,
     },
     {
