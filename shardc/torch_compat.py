@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from types import GeneratorType
+from types import FrameType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
 from shardc.ir.mesh import Mesh
@@ -27,7 +27,7 @@ Shapes = Mapping[str, Sequence[int]]  # of the batch's tensors, by name
 class Symbols(FrozenValue):
     """The extents: a name, and the dims of inputs that have it."""
 
-    dims: dict[str, tuple[tuple[str, int], ...]] = {}
+    dims: dict[str, tuple[tuple[str, int], ...]] = Field(default_factory=dict[str, tuple[tuple[str, int], ...]])
 
     @model_validator(mode="before")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,12 @@ from shardc.compiler.request import Request
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Phase
 from shardc.ir.plain import graph_to_plain
+from shardc.ir.types import Axes
 from shardc.symbolic.expression import Expression, Fitter, Point
 from shardc.symbolic.formulas import Domain, Formulas, Transfer, Work
 from shardc.symbolic.layers import Layers, candidates, pruned
 from shardc.symbolic.measure import Frame, Numbers, measured
-from shardc.symbolic.samples import Samples, allowed_sizes, spread, units_of
+from shardc.symbolic.samples import Samples, allowed_sizes, units_of
 from shardc.symbolic.template import generalised
 
 Ranges = Mapping[str, tuple[int, int]]
@@ -25,12 +27,13 @@ def formulas_of(request: Request, ranges: Ranges | None = None) -> Formulas:
     """Raises ShardcError: SC208 for symbols that the batch does not have, SC232 where an extent is fixed, with the
     line that fixes it; and what `compile` raises at another size."""
     samples = Samples.of(request)
-    points = spread(samples.units, ranges or {}, samples.base)
+    tried = samples.ranges(ranges)
+    points = samples.points(samples.units, tried)
     seen = [_Seen.at(samples, point) for point in points]
     first = seen[0]
     if any(other.frame != first.frame for other in seen):
         _refuse(samples, seen)
-    axes, more = _on_other_meshes(samples, first.frame, seen, ranges or {})
+    axes, more = _on_other_meshes(samples, first.frame, seen, tried)
     return _derived(samples, [*seen, *more], axes)
 
 
@@ -87,8 +90,8 @@ def _on_other_meshes(
             continue
         known = [(atom, axes) for atom, axes in shards if atom is not None]
         units = units_of(samples.extents, known, mesh, samples.plan.microbatches)
-        point = {**spread(units, ranges, samples.base)[i], **mesh}
         try:
+            point = {**samples.points(units, ranges)[i], **mesh}
             one = _Seen.at(samples, point)
         except ShardcError:
             continue  # sizes of axes that this model cannot have
@@ -125,8 +128,9 @@ def _derived(samples: Samples, seen: Sequence[_Seen], axes: Mapping[str, tuple[i
         products = layers.counted(
             (p.layer, ((p.phase, p.op, p.times), f)) for p, f in zip(frame.products, flops, strict=True)
         )
-        assert moved is not None and products is not None
-    memory, stored = (), None
+        assert moved is not None
+        assert products is not None
+    memory, stored, memory_layers = (), None, 0
     try:
         sizes = fitted("bytes", frame.held)
         arena = fitter.fitted([one.numbers.arena for one in seen])
@@ -134,6 +138,10 @@ def _derived(samples: Samples, seen: Sequence[_Seen], axes: Mapping[str, tuple[i
         notes.append(f"memory has no formula: {without.diagnostics[0].message}")
     else:
         found = None if arena is None else candidates(frame, sizes, layers, arena)
+        if found is None and arena is not None:
+            memory_layers = layers.count
+            found = candidates(frame, sizes, Layers(), arena)
+            notes.append(f"memory is that of {layers.count} layers: with others, calls overlap otherwise")
         kept = layers.counted((h.layer, s) for h, s in zip(frame.held, sizes, strict=True) if h.born < 0)
         if found is None or arena is None or kept is None:
             notes.append(f"memory has no formula: the layers of {layers.name} do not hold the same")
@@ -147,12 +155,19 @@ def _derived(samples: Samples, seen: Sequence[_Seen], axes: Mapping[str, tuple[i
         notes.append(f"the number of layers is no symbol: {layers.why}")
     notes += [f"{axis} is no symbol: no other size of it gives the same program" for axis in fixed]
     ranges = {name: (min(p[name] for p in points), max(p[name] for p in points)) for name in samples.extents}
-    shards = tuple(dict.fromkeys((atom, shard.axes) for atom, shard in zip(atoms, frame.shards, strict=True)))
-    even = tuple(
-        (atom, names) for atom, names in shards if not all(axis in fixed for axis in names) or not atom.is_constant
-    )
-    even = tuple((atom, names) for atom, names in even if str(atom) not in names)  # a part for each rank
-    domain = Domain(ranges, varied, fixed, even, layers)
+    least: dict[tuple[Expression, Axes], int] = {}
+    for atom, shard in zip(atoms, frame.shards, strict=True):
+        if str(atom) in shard.axes or (atom.is_constant and all(axis in fixed for axis in shard.axes)):
+            continue  # a part for each rank; or what no size changes
+        for point in points:
+            ranks = math.prod(point.get(axis, 1) for axis in shard.axes)
+            part = int(atom.at(point)) // ranks
+            least[atom, shard.axes] = min(part, least.get((atom, shard.axes), part))
+            if atom.at(point) % ranks:
+                message = f"%{shard.value} is uneven: {atom} over {'.'.join(shard.axes)}"
+                raise error("SC232", message, location=shard.source or None, hint="compile for each size")
+    even = tuple((atom, names, part) for (atom, names), part in least.items())
+    domain = Domain(ranges, varied, fixed, even, layers, samples.guards)
     memory = tuple(pruned(memory, {name: low for name, (low, _) in ranges.items()}, domain.meshes))
     transfers = [
         Transfer(phase, names, kind, op, payload.times(1), times * n, times * each)
@@ -160,7 +175,7 @@ def _derived(samples: Samples, seen: Sequence[_Seen], axes: Mapping[str, tuple[i
     ]
     phases = dict.fromkeys(p.phase for p in frame.products)
     work = [_work(phase, products, fitter.constant(0)) for phase in phases]
-    return Formulas(tuple(transfers), tuple(work), memory, stored, domain, tuple(notes))
+    return Formulas(tuple(transfers), tuple(work), memory, stored, domain, memory_layers, tuple(notes))
 
 
 def _work(phase: Phase, products: Mapping[Any, tuple[int, int]], zero: Expression) -> Work:

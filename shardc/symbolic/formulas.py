@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from shardc.frontend.size_guards import SizeGuards
 from shardc.ir.collectives import CollectiveKind, sent
-from shardc.ir.diagnostic import error
+from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Phase
 from shardc.ir.types import Axes
 from shardc.plan.symbols import LAYERS
@@ -63,7 +64,7 @@ class Costs:
 
     bytes: Mapping[Key, int]
     flops: Mapping[Phase, int]
-    peak: int | None
+    peak: int | None  # None where memory has no formula: notes say why
     stored: int | None
 
     @property
@@ -82,8 +83,9 @@ class Domain:
     ranges: Mapping[str, tuple[int, int]]
     axes: Mapping[str, tuple[int, ...]]  # the sizes that were compiled
     fixed: Mapping[str, int]  # axes that are no symbols
-    shards: tuple[tuple[Expression, Axes], ...]
-    layers: Layers = Layers()
+    shards: tuple[tuple[Expression, Axes, int], ...]  # with the fewest elements that a rank had in a compile
+    layers: Layers
+    guards: SizeGuards
 
     @property
     def meshes(self) -> list[dict[str, int]]:
@@ -111,16 +113,18 @@ class Domain:
             between = len(sizes) > 3 and min(sizes) <= point[name] <= max(sizes)
             if not between and point[name] not in sizes:
                 raise _outside(f"{name}={point[name]} is not among {', '.join(map(str, sizes))}")
+        if (guard := self.guards.broken(point)) is not None:
+            raise ShardcError(guard.diagnostic(point))
         if self.layers.count and point[LAYERS] < 2:
             raise _outside(f"{LAYERS}={point[LAYERS]} is less than 2")
         sizes = {**point, **self.fixed}
-        for atom, axes in self.shards:
+        for atom, axes, least in self.shards:
             value = atom.at(point)
             ranks = math.prod(sizes.get(axis, 1) for axis in axes)
             if value.denominator != 1 or value.numerator % ranks:
                 raise _outside(f"{atom} = {value} does not divide by {'.'.join(axes)} = {ranks}")
-            if value <= 1:
-                raise _outside(f"{atom} = {value} is no dim that axes divide")
+            if value == ranks and least > 1:  # which lies in memory otherwise
+                raise _outside(f"{atom} = {value} over {'.'.join(axes)} = {ranks} leaves a rank one element")
 
     def __str__(self) -> str:
         lines = [f"{name}: {low} to {high}" for name, (low, high) in self.ranges.items()]
@@ -131,7 +135,8 @@ class Domain:
         lines += [f"{name}: {size} alone" for name, size in self.fixed.items()]
         if self.layers.count:
             lines.append(f"{LAYERS}: layers of {self.layers.name}, 2 or more")
-        divided = dict.fromkeys(f"{'.'.join(axes)} | {atom}" for atom, axes in self.shards)
+        lines += [f"{guard.expression}  ({guard.location})" for guard in self.guards.guards]
+        divided = dict.fromkeys(f"{'.'.join(axes)} | {atom}" for atom, axes, _ in self.shards)
         return "\n".join([*lines, *([f"divides: {'; '.join(divided)}"] if divided else [])])
 
 
@@ -148,6 +153,7 @@ class Formulas:
     memory: tuple[Candidate, ...]
     stored: tuple[Expression, Expression] | None
     domain: Domain
+    memory_layers: int = 0  # the number of layers that `memory` is for; 0: any
     notes: tuple[str, ...] = ()  # what has no formula, and why
 
     def at(self, point: Point | None = None, /, **sizes: int) -> Costs:
@@ -165,7 +171,8 @@ class Formulas:
             bytes_once = sent(t.kind, whole(t.payload, values), group)
             moved[key] = moved.get(key, 0) + (t.fixed + t.each * count) * bytes_once
         flops = {w.phase: whole(w.fixed + w.each.times(count), values) for w in self.work}
-        held = [c for c in self.memory if count >= c.fewest]
+        known = self.memory_layers in (0, count)
+        held = [c for c in self.memory if known and count >= c.fewest]
         peak = max((whole(c.fixed + c.each.times(count), values) for c in held), default=None)
         stored = None if self.stored is None else whole(self.stored[0] + self.stored[1].times(count), values)
         return Costs(moved, flops, peak, stored)
@@ -199,7 +206,7 @@ class Formulas:
             ranks = {name: -power for name, power in named if name not in self.domain.ranges}
             for axis in axes:
                 ranks[axis] = ranks.get(axis, 0) + 1
-            divisors = [(atom, axes) for atom, axes in self.domain.shards]
+            divisors = [(atom, axes) for atom, axes, _ in self.domain.shards]
             if not self._whole(powers, c, payload.symbols, ranks, divisors):
                 return False
         return True
@@ -268,7 +275,7 @@ class Formulas:
         import sympy
 
         names = sorted(form.free_symbols, key=str)
-        function = sympy.lambdify(names, form, modules=[{"Max": max}, "sympy"], cse=True)
+        function = sympy.lambdify(names, form, modules=[{"Max": max}, "sympy"])
         return lambda **sizes: int(function(*(sympy.Integer(sizes[str(name)]) for name in names)))
 
     def __str__(self) -> str:

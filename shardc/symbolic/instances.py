@@ -19,13 +19,12 @@ from torch import Tensor
 
 from shardc.compiler.request import Compiled, Request
 from shardc.frontend.sample_call import Call
-from shardc.frontend.size_guards import SizeGuards, size_guards
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, info
 from shardc.ir.plain import Plain, graph_from_plain, graph_to_plain
 from shardc.passes.type_check import type_faults
 from shardc.symbolic.expression import Fitter, Point
-from shardc.symbolic.samples import Samples, spread
+from shardc.symbolic.samples import Samples
 from shardc.symbolic.template import expressions, filled, generalised, whole
 
 
@@ -42,31 +41,29 @@ class Instances:
     samples: Samples
     reference: Plain
     body: Plain
-    sample: Compiled  # one of the compiles that they were taken from
-    guards: SizeGuards
+    sample: Compiled | None  # one of the compiles that they were taken from
     fixed: Diagnostic | None = None
     made: dict[tuple[tuple[str, int], ...], Instance] = field(default_factory=dict[Any, Instance])
 
     @classmethod
     def of(cls, request: Request) -> Instances:
         """Raises ShardcError (SC208) for symbols that the batch does not have."""
-        samples = Samples.of(request)
-        points = [{**point, **samples.axes} for point in spread(samples.units, {}, samples.base)]
-        compiles: list[Compiled] = []
+        samples, nothing = Samples.of(request), Plain()
+        guards = samples.guards
+        if guards.failed:
+            cause = f"forward cannot be run on sizes that are symbols: {guards.failed}"
+            return cls(
+                samples, nothing, nothing, None, Diagnostic("SC232", "each size is compiled for itself", cause=cause)
+            )
         try:
+            points = [{**point, **samples.axes} for point in samples.points(samples.units, samples.ranges())]
             compiles = [samples.at(point) for point in points]
             fitter = Fitter(points, list(samples.extents))
             reference = generalised([graph_to_plain(c.graphs.reference) for c in compiles], fitter)
             body = generalised([graph_to_plain(c.graphs.body) for c in compiles], fitter)
         except ShardcError as wrong:
-            sample = compiles[0] if compiles else samples.at(samples.base)
-            return cls(samples, {}, {}, sample, SizeGuards(), wrong.diagnostics[0])
-        fixed = _other_constants(compiles)
-        guards = size_guards(request.model, samples.call, request.loss, samples.extents, points[1])
-        if guards.failed:
-            cause = f"forward cannot be run on sizes that are symbols: {guards.failed}"
-            fixed = Diagnostic("SC232", "each size is compiled for itself", cause=cause)
-        return cls(samples, reference, body, compiles[0], guards, fixed)
+            return cls(samples, nothing, nothing, None, wrong.diagnostics[0])
+        return cls(samples, reference, body, compiles[0], _other_constants(compiles))
 
     def at(self, batch: Any) -> Instance | Diagnostic:
         """The instance for a batch; or what stands against one, with the line of the model that does."""
@@ -77,6 +74,7 @@ class Instances:
             return self.made[key]
         if (why := self._against(sizes)) is not None:
             return why
+        assert self.sample is not None
         try:
             instance = Instance(
                 filled_graph(self.reference, sizes, self.sample.graphs.reference),
@@ -98,7 +96,7 @@ class Instances:
             return Diagnostic(
                 "SC232", f"{small[0]} is {sizes[small[0]]}", hint="sizes below 2 are compiled for themselves"
             )
-        guard = self.guards.broken(sizes)
+        guard = self.samples.guards.broken(sizes)
         return None if guard is None else guard.diagnostic(sizes)
 
 
@@ -127,7 +125,8 @@ def _uneven(body: Graph, like: Graph) -> str | None:
     """The first value with an atom that axes divide evenly in one body, and not in the other."""
     for value, other in zip(body.values(), like.values(), strict=True):
         type, known = info(value).type, info(other).type
-        assert type is not None and known is not None
+        assert type is not None
+        assert known is not None
         for a, b in zip(type.atoms, known.atoms, strict=True):
             if a.axes and a.uneven(body.mesh) != b.uneven(like.mesh):
                 return info(value).name

@@ -149,7 +149,7 @@ def _in_equal_steps(places: Sequence[int], timeline: Sequence[Expression], count
             runs.append((place, []))
         runs[-1][1].append(value)
     for (a, first), (b, second), (c, third) in zip(runs, runs[1:], runs[2:], strict=False):
-        if not (0 < min(a, b, c) and max(a, b, c) < count - 1 and abs(a - c) == 2):
+        if not (min(a, b, c) > 0 and max(a, b, c) < count - 1 and abs(a - c) == 2):
             continue
         if not len(first) == len(second) == len(third):
             return False

@@ -7,8 +7,9 @@ the meta device stays there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from shardc.compiler.binding import collect_plan, read_mesh
 from shardc.compiler.request import Compiled, Request, compiled
 from shardc.frontend.sample_call import Call
-from shardc.ir.diagnostic import error
+from shardc.frontend.size_guards import SizeGuards, size_guards
+from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import Axes
 from shardc.plan.schema import Plan
@@ -61,6 +63,47 @@ class Samples:
     def units(self) -> dict[str, int]:
         """What sizes of extents are multiples of before it is known which axes divide them."""
         return dict.fromkeys(self.extents, self.plan.microbatches * math.prod(self.axes.values()))
+
+    @cached_property
+    def guards(self) -> SizeGuards:
+        """What forward asks of the extents, answered for the program's own."""
+        own = self.sizes_of(self.call)
+        return size_guards(self.request.model, self.call, self.request.loss, self.extents, own)
+
+    def ranges(self, asked: Mapping[str, tuple[int, int]] | None = None) -> dict[str, tuple[int, int]]:
+        """From where to where each extent is tried: as asked, or far around its own size, as guards allow. Raises
+        ShardcError (SC232) with the guard that leaves too few sizes."""
+        own, ranges = self.sizes_of(self.call), dict[str, tuple[int, int]]()
+        for name, size in own.items():
+            low, high = (asked or {}).get(name, (2, DEFAULT * size))
+            steps = (
+                range(low, high + 1)
+                if high - low <= MOST
+                else [round(low * (high / low) ** (i / MOST)) for i in range(MOST + 1)]
+            )
+            answers = [(n, self.guards.broken({**own, name: n})) for n in steps]
+            fitting = [n for n, guard in answers if guard is None]
+            unit = self.units[name]
+            if len({n // unit for n in fitting if n >= unit}) < FEWEST:
+                guard, n = next(((g, n) for n, g in answers if g is not None), (None, low))
+                if guard is not None:
+                    raise ShardcError(guard.diagnostic({**own, name: n}))
+                message = f"{name} from {low} to {high} has fewer than {FEWEST} multiples of {unit}"
+                raise error("SC232", message, hint="ask for a wider range")
+            limited = max(fitting) < high  # at the limit itself, such as a table's length, calls may fall away
+            ranges[name] = (min(fitting), max(fitting) - limited)
+        return ranges
+
+    def points(self, units: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]) -> list[dict[str, int]]:
+        """The points to compile at. Raises ShardcError (SC232) for a guard that does not hold there."""
+        # A size that divides one of the model's own would be a factor of it in types, by coincidence.
+        own = {n for t in (*self.request.model.parameters(), *self.request.model.buffers()) for n in t.shape}
+        most = max((high for _, high in ranges.values()), default=0)
+        points = spread(units, ranges, {n for n in range(2, most + 1) if any(size % n == 0 for size in own)})
+        for point in points:
+            if (guard := self.guards.broken(point)) is not None:
+                raise ShardcError(guard.diagnostic(point))
+        return points
 
     @property
     def base(self) -> dict[str, int]:
@@ -112,23 +155,31 @@ def stretched(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 SPREAD = 5  # points on the program's own mesh
+FEWEST = 5  # sizes of an extent among them
+MOST = 512  # sizes of a range that guards are asked about
 DEFAULT = 16  # times its own size is as far as an extent is tried, unless ranges say more
 
 
-def spread(units: Mapping[str, int], ranges: Mapping[str, tuple[int, int]], base: Point) -> list[dict[str, int]]:
-    """Sizes of extents, each a multiple of its unit: both ends of its range, and sizes between. No two are equal."""
+def spread(
+    units: Mapping[str, int], ranges: Mapping[str, tuple[int, int]], avoided: Collection[int] = ()
+) -> list[dict[str, int]]:
+    """Sizes of extents, each a multiple of its unit: both ends of its range, and sizes between. At a point no two are
+    equal, and none is `avoided`, if the ranges allow it."""
     points: list[dict[str, int]] = [{} for _ in range(SPREAD)]
     for place, (name, unit) in enumerate(units.items()):
-        low, high = ranges.get(name, (1, DEFAULT * base[name]))
+        low, high = ranges[name]
         first = max(-(-low // unit), 1 if unit > 1 else 2)
-        last = max(high // unit, first + SPREAD + 2)
-        inner = [first + 1 + (place % 2), first + (last - first) // 3, first + (last - first) // 2 + 1]
-        order = [first, last, *inner]
-        order = order[-place % SPREAD :] + order[: -place % SPREAD]
-        for point, multiple in zip(points, order, strict=True):
-            while unit * multiple in point.values():
-                multiple += 1 if multiple < last else -1
-            point[name] = unit * multiple
+        every = list(range(first, max(high // unit, first) + 1))
+        count = len(every)
+        wanted = [0, count - 1, 1 + place % 2, count // 3 + 1, count // 2 + 1]
+        wanted = wanted[-place % SPREAD :] + wanted[: -place % SPREAD]
+        taken: set[int] = set()
+        for point, want in zip(points, wanted, strict=True):
+            nearest = sorted(
+                range(count), key=lambda k: (k in taken, unit * every[k] in {*point.values(), *avoided}, abs(k - want))
+            )
+            taken.add(nearest[0])
+            point[name] = unit * every[nearest[0]]
     return points
 
 

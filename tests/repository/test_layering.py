@@ -128,8 +128,8 @@ FLOORS: list[dict[str, str]] = [
             loop_source loop_values loss_gradients made_anew memory_writes model_changes model_outputs op_overrides
             optimizer optimizer_trace own_values precision program_inputs program_optimizers provenance python_random
             python_state rolled_loops row_selection row_wise sample_call sample_values saved_state selected_rows
-            size_guards spec_augment state_holders substitution token_weights trace traced traced_graph traced_scalar unsupported
-            update_cache whole_matrices
+            size_guards spec_augment state_holders substitution token_weights trace traced traced_graph traced_scalar
+            unsupported update_cache whole_matrices
         """,
     },
     {
