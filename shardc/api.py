@@ -41,6 +41,7 @@ from shardc.frontend.optimizer import initial_state
 from shardc.frontend.own_values import computed_buffers
 from shardc.frontend.program_inputs import complete_inputs, drawn_batch, model_state
 from shardc.frontend.program_optimizers import Optimizers, cycles_momentum, fingerprint, learning_rates, optimizers_of
+from shardc.frontend.sample_call import Call
 from shardc.ir import program as data
 from shardc.ir.caller import warn
 from shardc.ir.default_device import on_cpu
@@ -65,7 +66,7 @@ from shardc.passes.type_check import unknown_ops
 from shardc.plan import hardware as machines
 from shardc.plan.schema import TOTAL, Plan
 from shardc.plan.values import read_bytes
-from shardc.runtime.execute.batch import batch_inputs
+from shardc.runtime.execute.batch import batch_inputs, describe_sample
 from shardc.runtime.execute.data_parts import data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import feeds
@@ -78,6 +79,10 @@ from shardc.schedule.costs import Costs
 from shardc.schedule.prove import Proof, prove, prove_body
 from shardc.schedule.replay import replay
 from shardc.schedule.timeline import Timeline, checked_costs
+from shardc.symbolic.derive import formulas_of
+from shardc.symbolic.formulas import Formulas
+from shardc.symbolic.instances import Instances
+from shardc.symbolic.samples import Samples
 
 if TYPE_CHECKING:  # the trainer brings torch.distributed.checkpoint: as long to import as all else
     from shardc.runtime.checkpoint.weights import Init, Weights
@@ -215,6 +220,7 @@ class Program(data.Program):
     uncomputed: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)  # buffers, and why
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
     request: Request | None = field(default=None, compare=False, repr=False)  # the arguments that it was compiled with
+    _instances: list[Instances] = field(default_factory=list[Instances], compare=False, repr=False)  # once asked for
 
     def __repr__(self) -> str:
         what = "an evaluation" if self.body.is_forward_only else "a step"
@@ -230,8 +236,11 @@ class Program(data.Program):
 
     @on_cpu
     def simulate(self, batch: Any = None, *, params: Mapping[str, Tensor] | None = None) -> StepResult:
-        """Run all ranks in this process, on the CPU; gradients and buffers come back whole."""
+        """Run all ranks in this process, on the CPU; gradients and buffers come back whole. The batch may have other
+        sizes where the plan has `symbols`: see `resized`."""
         self.refuse_changed_model()
+        if (other := self._other_size(batch)) is not None:
+            return other.simulate(batch, params=params)
         inputs = self.inputs(batch, params)
         outputs = simulate_stages(self.staged, inputs)
         return StepResult.of(self.body, outputs, by_row=self.plan.get("by_row", ()))
@@ -254,6 +263,8 @@ class Program(data.Program):
         an `order`, in one that this number picks.
         """
         self.refuse_changed_model()
+        if (other := self._other_size(batch)) is not None:
+            return other.verify(batch, dtype, params=params, order=order)
         if dtype not in TOLERANCE:
             known = ", ".join(map(str, TOLERANCE))
             raise error("SC508", f"a program cannot be verified in {dtype}", hint=f"pass one of {known}")
@@ -296,6 +307,51 @@ class Program(data.Program):
         """What a rank computes in a step, by phase and op; with a pipeline, the rank that computes most."""
         every = (rank_costs.rank_flops(self.staged, c) for c in self.staged.coordinate_range)
         return max(every, key=lambda one: one.total)
+
+    def resized(self, batch: Any) -> Program:
+        """The program for a batch with other sizes of the plan's `symbols`.
+
+        It is this one with other numbers, equal to what `compile` makes of that batch: nothing is traced or propagated
+        but, the first time, for five sizes that tell how each number depends on them. Where a line of the model, an
+        uneven shard or a size below 2 stands against that, it is compiled, and its first diagnostic (SC232) says why.
+        """
+        if self.request is None or self.pipelined is not None:
+            what = "with a pipeline" if self.request is not None else "from a file"
+            raise error("SC232", f"a program {what} is for batches of one size", hint="compile one for each size")
+        if not self._instances:
+            self._instances.append(Instances.of(self.request))
+        request, found = replace(self.request, batch=batch), self._instances[0].at(batch)
+        if isinstance(found, Diagnostic):
+            other = _program(request)
+            return replace(other, diagnostics=(replace(found, severity="note"), *other.diagnostics))
+        call = Call(request.model, batch, request.loss)
+        written = self.plan.get("batch", {}).get("written", ())
+        plan: data.PlanRecord = {**self.plan, "batch": describe_sample(batch, call.paths, written)}
+        return replace(
+            self, body=found.body, reference=found.reference, plan=plan, sample=batch, request=request, _instances=[]
+        )
+
+    def _other_size(self, batch: Any) -> Program | None:
+        """The program for a batch whose symbols have other sizes than the program's own; None for one of its own."""
+        if batch is None or self.request is None or self.pipelined is not None or "symbols:" not in self.plan["text"]:
+            return None
+        samples = self._instances[0].samples if self._instances else Samples.of(self.request)
+        try:
+            sizes = samples.sizes_of(Call(self.request.model, batch, self.request.loss))
+        except ShardcError:
+            return None  # `batch_inputs` says what is wrong with it
+        return None if sizes == samples.sizes_of(samples.call) else self.resized(batch)
+
+    def symbolic(self, ranges: Mapping[str, tuple[int, int]] | None = None) -> Formulas:
+        """Formulas of what a step costs a rank, in the plan's `symbols`, mesh axes and the number of equal layers.
+
+        The model is compiled at some ten sizes within `ranges`, by default up to 16 times the sample's. Raises
+        ShardcError (SC232) with the line of the model that fixes an extent; of a program from a file always.
+        """
+        if self.request is None:
+            hint = "compile the program anew: its model is compiled at other sizes"
+            raise error("SC232", "a program from a file has no formulas", hint=hint)
+        return formulas_of(self.request, ranges)
 
     def parameter_bytes(self) -> data.ParameterBytes:
         """Memory for parameters: what one rank stores, padding included (with a pipeline, at most), and the model's."""

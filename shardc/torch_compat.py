@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 import operator
+import os
 import pickle
 import sys
 import weakref
@@ -19,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from types import GeneratorType
+from types import FrameType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -1036,3 +1037,59 @@ def read_index(path: Path) -> Metadata:
         if not hasattr(found, name):
             raise ForeignIndexError(f"has no {name}")
     return found
+
+
+class SizeRecorder:
+    """A mode of fake tensors whose sizes are symbols, and the conditions on them that code asked for: `guards`.
+
+    Each guard comes with the frames outside of torch and shardc that led to it, innermost first.
+    """
+
+    def __init__(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        guards: list[tuple[Any, list[tuple[str, int]]]] = []
+        self._own: dict[Any, Any] = {}  # torch's symbol -> one of the extent's name
+
+        class Recording(ShapeEnv):
+            def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
+                guards.append((g, _frames_outside()))
+
+        self._guards = guards
+        self._environment = Recording(duck_shape=False)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._environment)
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        """Composite ops resolve through Python kernels, which keep sizes symbols, as while a model is traced."""
+        with self.mode, enable_python_dispatcher():
+            yield
+
+    def symbol(self, name: str, size: int) -> Any:
+        """A size that is a symbol, `size` wherever code asks."""
+        import sympy
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = ConstantSource(name)
+        symbol = self._environment.create_symbol(size, source, DimDynamic.DYNAMIC, None)
+        if isinstance(symbol, sympy.Symbol):  # 0 and 1 are no symbols to torch
+            self._own[symbol] = sympy.Symbol(name, integer=True, positive=True)
+        return self._environment.create_symintnode(symbol, hint=size, source=source)
+
+    @property
+    def guards(self) -> list[tuple[Any, list[tuple[str, int]]]]:
+        return [(expression.xreplace(self._own), frames) for expression, frames in self._guards]
+
+
+def _frames_outside() -> list[tuple[str, int]]:
+    """Files and lines of the stack that are neither torch's nor ours, innermost first."""
+    here, frames = os.path.dirname(os.path.abspath(__file__)), list[tuple[str, int]]()
+    roots = (os.path.dirname(torch.__file__) + os.sep, here + os.sep)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(roots) and not path.startswith("<"):
+            frames.append((path, frame.f_lineno))
+        frame = frame.f_back
+    return frames

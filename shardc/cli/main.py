@@ -1,7 +1,7 @@
 """The command line: every command with its options, exit codes and help. `commands.py` is what they do.
 
 What was asked for goes to stdout; diagnostics, progress and, where stdout carries a program, the summary go to stderr.
-Nothing here imports torch, so that `--help`, `--version` and a mistyped option answer at once: a command imports
+All options stand here, which makes the file long. Nothing here imports torch, so that `--help`, `--version` and a mistyped option answer at once: a command imports
 what it runs when it runs.
 """
 
@@ -245,21 +245,26 @@ def cost(
     restart_mesh: Annotated[
         str | None, typer.Option(metavar="dp=7,tp=8", help="With --node-mtbf: the mesh that a job restarts on.")
     ] = None,
+    symbolic: Annotated[
+        bool, typer.Option("--symbolic", help="Formulas of the plan's symbols, mesh axes and layers, not numbers.")
+    ] = False,
     strict: Strict = False,
     optimizer: Optimizer = None,
     fold: Fold = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a step costs a rank: its work, its communication, what it holds (--memory), its time (--hardware)."""
-    from shardc.cli import commands
+    from shardc.cli import commands, symbolic_cost
     from shardc.cli import scaling as questions
 
     asked = _asked(target, plan, mesh, strict, optimizer)
-    others = {"--memory": memory or None, "--trace": trace, "--profile": profile}
+    others = {"--memory": memory or None, "--trace": trace, "--profile": profile, "--symbolic": symbolic or None}
     beside = tuple(option for option, value in others.items() if value is not None)
     question = questions.Question(hardware, scaling, bottlenecks, memory_limit, node_mtbf, restart_mesh, beside)
     if question.asked:
         questions.answer(asked, question, as_json=as_json)
+    elif symbolic:
+        symbolic_cost.symbolic_cost(asked, hardware, beside, as_json=as_json)
     else:
         timed = commands.Timed(hardware, trace, profile)
         commands.cost(asked, timed, memory=memory, top=top, fold=fold, as_json=as_json)

@@ -17,7 +17,6 @@ several `times`.
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -104,7 +103,7 @@ def collective(graph: Graph, node: fx.Node) -> Collective | None:
         kind,
         graph.mesh.merged(axes),
         args.get("op", ""),
-        _sent(kind, payload, group),
+        sent(kind, payload, group),
         about.phase,
         about.name,
         str(about.cause),
@@ -115,9 +114,10 @@ def collective(graph: Graph, node: fx.Node) -> Collective | None:
     )
 
 
-def _sent(kind: CollectiveKind, payload: int, group: int) -> int:
-    share = (group - 1) * payload / group
-    return math.ceil({"all_reduce": 2 * share, "permute": payload}.get(kind, share))
+def sent(kind: CollectiveKind, payload: int, group: int) -> int:
+    """What one rank of a group sends for a payload: the table above, exactly."""
+    shares = {"all_reduce": 2 * (group - 1), "permute": group}.get(kind, group - 1)
+    return -(-shares * payload // group)
 
 
 def bucket_of(value: fx.Node) -> fx.Node | None:
@@ -148,9 +148,9 @@ def member(graph: Graph, value: fx.Node) -> Collective:
         size = type_of(operands(operands(moved)[0])[index]).local_bytes(graph.mesh) * bucket.group_size
     elif bucket.kind == "reduce_scatter":
         size *= bucket.group_size
-    sent = _sent(bucket.kind, size, bucket.group_size)
+    part_sent = sent(bucket.kind, size, bucket.group_size)
     part = replace(bucket, value=about.name, cause=str(about.cause), source=about.source, fqn=about.fqn)
-    return replace(part, bytes_per_rank=sent, payload_bytes=size)
+    return replace(part, bytes_per_rank=part_sent, payload_bytes=size)
 
 
 def _payload(graph: Graph, kind: CollectiveKind, args: dict[str, Any], node: fx.Node, group: int) -> int:

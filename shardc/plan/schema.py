@@ -12,7 +12,7 @@ no one implements does not exist: an unknown one is an error. Longer than 400 li
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -31,6 +31,7 @@ from shardc.plan.fuse import Fusing, says_something
 from shardc.plan.hardware import HardwareChoice
 from shardc.plan.packaged import PREFIX, plan_path
 from shardc.plan.pipeline import Pipelining
+from shardc.plan.symbols import Symbols
 from shardc.plan.values import (
     Annotations,
     Bucketing,
@@ -73,7 +74,7 @@ class Plan(BaseModel):
     as they are; else they are padded where that is faster. `data` says what ranks are given of a step's batch: all of
     it, or `per_rank` the part of their data coordinate. `nonfinite` says what becomes of a step with a gradient that is
     no number: by default float16 skips it, and all else does not look. Under `strict` whatever could not be honoured is
-    an error.
+    an error. `symbols` names the extents of a batch that need not be fixed: see shardc/plan/symbols.py.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -102,6 +103,7 @@ class Plan(BaseModel):
     strict: Flag = False
     budget: dict[str, int] = {}
     seed: Seed = 0
+    symbols: Symbols = Symbols()
 
     @classmethod
     def of(
@@ -131,6 +133,7 @@ class Plan(BaseModel):
         strict: bool | None = None,
         budget: Mapping[str, int | str] | None = None,
         seed: int | None = None,
+        symbols: Mapping[str, str | Sequence[str]] | None = None,
     ) -> Plan:
         """A plan written in Python; a placement is a P, text, a tuple, or DTensor's list where `mesh` is given."""
         maps = {"params": params, "inputs": inputs, "activations": activations, "outputs": outputs}
@@ -139,7 +142,7 @@ class Plan(BaseModel):
         values: dict[str, object] = {"mesh": mesh, "recompute": recompute, "fuse": fuse, "experts": experts}
         values |= {"context": context, "hardware": hardware, "align": align, "bucket": bucket, "accumulate": accumulate}
         values |= {"data": data, "precision": precision, "nonfinite": nonfinite, "loss": loss, "pad": pad}
-        values |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed}
+        values |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed, "symbols": symbols}
         # What is not said must not count as said when the plan is merged over another.
         return cls.from_dict({**written_maps, **{key: value for key, value in values.items() if value is not None}})
 
@@ -303,6 +306,8 @@ class Plan(BaseModel):
             data["budget"] = {axis: bytes_text(size) for axis, size in self.budget.items()}
         if self.seed:
             data["seed"] = self.seed
+        if self.symbols:
+            data["symbols"] = self.symbols.dumped()
         return yaml.safe_dump(data, sort_keys=False) if data else ""
 
     def self_contained(self) -> Plan:

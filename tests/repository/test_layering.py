@@ -43,6 +43,7 @@ FLOORS: list[dict[str, str]] = [
             linalg local matmul norm notation pick pointwise pool projection random reduction registry scan section
             shift view window
         """,
+        "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
         "shardc.schedule": """
             __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
             schedules.breadth_first schedules.dualpipe_v schedules.gpipe schedules.greedy schedules.interleaved
@@ -80,8 +81,9 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
-        "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
-        "shardc.plan": "__init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values",
+        "shardc.plan": """
+            __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema symbols values
+        """,
     },
     {
         "shardc.passes": """
@@ -128,8 +130,8 @@ FLOORS: list[dict[str, str]] = [
             loop_source loop_values loss_gradients made_anew memory_writes model_changes model_outputs op_overrides
             optimizer optimizer_trace own_values precision program_inputs program_optimizers provenance python_random
             python_state rolled_loops row_selection row_wise sample_call sample_values saved_state selected_rows
-            spec_augment state_holders substitution token_weights trace traced traced_graph traced_scalar unsupported
-            update_cache whole_matrices
+            size_guards spec_augment state_holders substitution token_weights trace traced traced_graph traced_scalar
+            unsupported update_cache whole_matrices
         """,
     },
     {
@@ -147,10 +149,10 @@ FLOORS: list[dict[str, str]] = [
         "shardc.runtime.checkpoint": """
             __init__ checkpoint export folder held hugging_face lock manifest planners weights
         """,
-        "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
         "shardc.runtime.generate": """
             __init__ continuous generator programs prompts requests result row_cache sampling search settings steps
         """,
+        "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
     },
     {
         "shardc.runtime.train": """
@@ -167,14 +169,17 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
-        "shardc.explain": """
-            __init__ bottleneck collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer
-            unfused what_if
-        """,
+        "shardc.symbolic": "__init__ derive expression formulas instances layers measure samples show template",
         "shardc.planner": """
             __init__ annotations autoplan axis_roles call_costs candidate candidates compiled_cost inner
             inner_placement layer_costs layers min_sum numbers placement_program ranking reasons reduced_model search
             small_program step_costs strategies
+        """,
+    },
+    {
+        "shardc.explain": """
+            __init__ bottleneck collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer
+            unfused what_if
         """,
     },
     {
@@ -187,7 +192,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.cli": """
             __init__ as_json calibrate commands console doctor generation host_memory ir_printer kernel_list
             kernel_sources left_out local_launch locking main optimizers pipeline_summary prediction scaling summary
-            targets
+            symbolic_cost targets
         """,
     },
     {

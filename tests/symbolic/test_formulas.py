@@ -1,0 +1,158 @@
+"""Formulas equal what compiling at the sizes says, exactly; and those of tensor parallelism are Megatron-LM's."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import sympy
+import torch
+
+import shardc
+from shardc import Program, ShardcError
+from shardc.symbolic.formulas import Formulas
+from tests.symbolic.families import FAMILIES, HIDDEN, compiled
+
+LAYERS = 5
+CASES = 34  # of each family: 204 in all
+B, S, dp, tp, L = sympy.symbols("B S dp tp L", integer=True, positive=True)
+A = B / dp * S * HIDDEN * 4  # one activation of the residual stream
+LONG = [pytest.param(name, marks=[] if name == "gpt2" else pytest.mark.long) for name in FAMILIES]
+
+
+@cache
+def formulas(family: str) -> Formulas:
+    return compiled(family, LAYERS).symbolic()
+
+
+def points(family: str, count: int) -> list[dict[str, int]]:
+    """Random sizes for which the formulas hold."""
+    chosen, domain = random.Random(family), formulas(family).domain
+    found: list[dict[str, int]] = []
+    while len(found) < count:
+        point = {name: chosen.randint(*ends) for name, ends in domain.ranges.items()}
+        point |= {axis: chosen.choice(sizes) for axis, sizes in domain.axes.items()} | {"L": chosen.randint(2, 4)}
+        try:
+            domain.check(point)
+        except ShardcError:
+            continue
+        found.append(point)
+    return found
+
+
+def of_program(program: Program) -> tuple[dict[Any, int], dict[str, int], int, int]:
+    moved: Counter[Any] = Counter()
+    for c in program.collectives():
+        moved[c.phase, c.axes, c.kind] += c.bytes_per_step
+    flops, memory = program.flops(), program.memory()
+    return dict(moved), {p: flops.of_phase(p) for p in ("fwd", "bwd")}, memory.peak, memory.stored
+
+
+def check(family: str, count: int) -> None:
+    for point in points(family, count):
+        sizes = {name: size for name, size in point.items() if name != "L"}
+        moved, flops, peak, stored = of_program(compiled(family, point["L"], **sizes))
+        costs = formulas(family).at(point)
+        assert dict(costs.bytes) == moved, point
+        assert dict(costs.flops) == flops, point
+        assert costs.stored == stored, point
+        if formulas(family).memory_layers == 0:
+            assert costs.peak == peak, point
+        else:
+            assert costs.peak is None, point
+
+
+def test_equal_to_compiles() -> None:
+    check("gpt2", 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_to_many_compiles(family: str) -> None:
+    assert set(formulas(family).domain.axes) == {"dp", "tp"}
+    check(family, CASES)
+
+
+@pytest.mark.long
+def test_memory_of_layers_that_overlap_otherwise() -> None:
+    """Of Mixtral, peaks are those of as many layers as were compiled."""
+    own = formulas("mixtral")
+    assert own.memory_layers == LAYERS
+    for point in points("mixtral", 8):
+        point["L"] = LAYERS
+        program = compiled("mixtral", LAYERS, **{name: size for name, size in point.items() if name != "L"})
+        assert own.at(point).peak == program.memory().peak, point
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f == "gpt2" else pytest.mark.long)
+                                    for f in ("gpt2", "gpt2_sp", "llama", "llama_sp")])  # fmt: skip
+def test_megatron(family: str) -> None:
+    """The table of docs/guides/communication.md, over tp."""
+    moved = {key: form for key, form in formulas(family).bytes.items() if key[1] == ("tp",)}
+    share, tokens = (tp - 1) / tp, B / dp * S * 4
+    reduced, entropy = 2 * share * A, 3 * tp * tokens * share
+    expected = {
+        ("fwd", ("tp",), "all_reduce"): (2 * L + 1) * reduced,
+        ("fwd", ("tp",), "all_gather"): entropy,
+        ("bwd", ("tp",), "all_reduce"): (2 * L + 1) * reduced,
+    }
+    if family.endswith("_sp"):
+        once = (2 * L + 1) * share * A
+        expected = {
+            ("fwd", ("tp",), "reduce_scatter"): once,
+            ("fwd", ("tp",), "all_gather"): once + entropy,
+            ("bwd", ("tp",), "reduce_scatter"): once,
+            ("bwd", ("tp",), "all_gather"): 2 * once,
+        }
+    assert moved.keys() >= expected.keys()
+    for key, form in expected.items():
+        assert sympy.simplify(moved[key] - form) == 0, (key, moved[key])
+    assert moved.keys() == expected.keys()
+
+
+def test_closed_forms_give_the_numbers() -> None:
+    own = formulas("gpt2")
+    moved = {key: own.lambdify(form) for key, form in own.bytes.items()}
+    flops = {phase: own.lambdify(form) for phase, form in own.flops.items()}
+    peak = own.lambdify(own.peak)
+    for point in points("gpt2", 3):
+        point["L"] += 1
+        costs = own.at(point)
+        assert {key: function(**point) for key, function in moved.items()} == costs.bytes
+        assert {phase: function(**point) for phase, function in flops.items()} == costs.flops
+        assert peak(**point) == costs.peak
+
+
+@pytest.mark.parametrize(("wrong", "said"), [
+    ({"B": 6, "dp": 4}, "B = 6 does not divide by dp = 4"),
+    ({"S": 100_000}, "S=100000 is not between"),
+    ({"tp": 3}, "tp=3 is not among"),
+    ({"tp": 1}, "tp=1 is not among"),
+    ({"L": 1}, "L=1 is less than 2"),
+    ({"T": 4}, "'T' is no symbol here"),
+    ({"B": 5, "dp": 5}, "leaves a rank one element"),
+])  # fmt: skip
+def test_outside_of_the_domain(wrong: dict[str, int], said: str) -> None:
+    point = {"B": 8, "S": 16, "dp": 2, "tp": 2, "L": 4}
+    formulas("gpt2").at(point)
+    with pytest.raises(ShardcError, match=said):
+        formulas("gpt2").at(point | wrong)
+    with pytest.raises(ShardcError, match="'S' is not given"):
+        formulas("gpt2").at(B=8, dp=2, tp=2, L=4)
+
+
+def test_text() -> None:
+    text = str(formulas("gpt2"))
+    assert "2*L + 1  all_reduce (sum)  128*B*S/dp" in text
+    assert "dp | B" in text
+    assert "L: layers of transformer.h, 2 or more" in text
+
+
+def test_without_symbols() -> None:
+    plan = {"mesh": "dp=2", "inputs": {"input": "dp, -"}}
+    program = shardc.compile(torch.nn.Linear(4, 4), torch.randn(4, 4), plan=plan, loss=lambda y, _: y.sum())
+    with pytest.raises(ShardcError, match="the plan names no extents"):
+        program.symbolic()
