@@ -130,7 +130,8 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
     following = [pair for pair in rule.following if all(name in split for name in pair)]
     for pair in following:
         runs = [split[name] for name in pair]
-        if blocked.intersection(pair) or any(len(run) != 1 or isinstance(run[0], Blocks) for run in runs):
+        in_blocks = any(isinstance(n, Blocks) for run in runs for n in run) and not rule.by_block
+        if blocked.intersection(pair) or in_blocks or any(len(run) != 1 for run in runs):
             blocked.update(pair)
     names: list[str] = []
     sizes: list[int] = []

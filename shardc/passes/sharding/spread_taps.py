@@ -11,7 +11,8 @@ hand. The gradients of x and w are such sums too, with the rows shifted back.
 
 Of a convolution that is not depthwise each tap is one of a single tap, a product. With as much padding on both sides it
 stays as it is, unless the sequence may become a zigzag: ranks then fetch the rows on both sides (`rules.halo`). Rows
-that are put behind others become moves too (`join_rows`).
+that are put behind others become moves too (`join_rows`), and those that are cut into chunks are grouped anew
+(`chunked_rows`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from shardc.ir.ops.shift import SHIFT
 from shardc.ir.schema import given
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import Emit
+from shardc.passes.sharding.chunked_rows import separate_chunks
 from shardc.passes.sharding.join_rows import join_rows
 from shardc.plan.context import Balance
 
@@ -43,6 +45,7 @@ class SpreadTaps(Pass):
 
     lengths: frozenset[int] = frozenset()
     balance: Balance = "none"
+    ports: tuple[tuple[str, int], ...] = ()  # the inputs' dims that are these sequences
 
     def run(self, graph: Graph) -> Graph:
         if not self.lengths:
@@ -58,6 +61,7 @@ class SpreadTaps(Pass):
                 _backward(graph, node)
             elif node.target is aten.sum.dim_IntList:
                 self._sum(node)
+        separate_chunks(graph, self.ports)
         join_rows(graph, self.lengths)
         graph.erase_dead()
         return graph
