@@ -117,9 +117,7 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
         elif reader.target is STATES_BEHIND:
             why = f"{lies}, and each chunk's state has all chunks before it: those of other ranks come as one of a rank"
         elif call.target is REGROUP:
-            why = (
-                f"{lies}, and rows go to their chunks, or back: a rank reads {args['length']} of another one"
-            )
+            why = f"{lies}, and rows go to their chunks, or back: a rank reads {args['length']} of another one"
         elif moves:
             why = f"{lies}, and its rows move by {abs(said['offset'])}: a rank reads {args['length']} of another one"
         else:

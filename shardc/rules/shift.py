@@ -118,7 +118,7 @@ def shift(x: Dims, dim: int, offset: int, length: int, fill: float, wrap: bool) 
 
 @by_block
 def local_regroup(call: LocalCall) -> Any:
-    return _routed(call, 0, False, 0.0)
+    return _routed(call, call.args.get("offset", 0), False, 0.0)
 
 
 @rule(
@@ -130,9 +130,11 @@ def local_regroup(call: LocalCall) -> Any:
         ((4, 6, 3), 1, 6, 2, False),
         ((4, 8), 1, 6, 4, True),
         ((6, 4), 0, 6, 3, True),
+        ((4, 6), 1, 8, 4, False, -1),
+        ((4, 9), 1, 5, 3, True, 2),
     ],
 )
-def regroup(x: Dims, dim: int, length: int, chunk: int, join: bool) -> Notation:
+def regroup(x: Dims, dim: int, length: int, chunk: int, join: bool, offset: int = 0) -> Notation:
     chunked = f"(chunks {chunk})"
     text = f"{x.replace(dim, chunked)} -> {x.replace(dim, 'rows')}" if join else f"{x} -> {x.replace(dim, chunked)}"
     rows = "rows" if join else x[dim]

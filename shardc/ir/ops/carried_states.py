@@ -61,9 +61,9 @@ def _totals(
     results = [x.zero_() for x in _fake_totals(decay, addends, source, axes, blocks, reverse)]
     for i, run in enumerate(own_runs(source, axes)[0]):
         if run is not None:
-            own = [x.narrow(dim, run.local, run.extent).to(results[0].dtype) for x in (decay, addends)]
-            _, last = _through(torch.zeros_like(own[1].select(dim, 0)), *own, reverse)
-            for y, total in zip(results, (own[0].sum(dim), last), strict=True):
+            x, s = (t.narrow(dim, run.local, run.extent).to(results[0].dtype) for t in (decay, addends))
+            _, last = _through(torch.zeros_like(s.select(dim, 0)), x, s, reverse)
+            for y, total in zip(results, (x.sum(dim), last), strict=True):
                 y.select(dim, i).copy_(total)
     return results
 

@@ -9,7 +9,8 @@ one case. `routes` finds from the layouts of `x` and of `y` which runs of rows e
 two ops the rows of each hop travel by `neighbour_rows`. Both read the coordinate.
 
     regroup     the rows of a dim in chunks, of which a rank has whole ones, or of such a dim not in chunks (`join`);
-                what there is no row for is 0           0 1 2 3 4 5  ->  0 1 2 3, 4 5 . .
+                moved by an offset as well; what there is no row for is 0
+                                       0 1 2 3 4 5  ->  0 1 2 3, 4 5 . .
 """
 
 from __future__ import annotations
@@ -166,9 +167,9 @@ SHIFT_JOIN = define(
     lambda x, received, dim, source, target, axes, offset, wrap, hops, rows, fill: _rows(x, dim, rows),
 )
 REGROUP = define(
-    "regroup(Tensor x, int dim, int length, int chunk, bool join) -> Tensor",
-    lambda x, dim, length, chunk, join: _shift(x, dim, 0, length, 0.0, False).contiguous(),
-    lambda x, dim, length, chunk, join: _rows(x, dim, length),
+    "regroup(Tensor x, int dim, int length, int chunk, bool join, int offset=0) -> Tensor",
+    lambda x, dim, length, chunk, join, offset=0: _shift(x, dim, offset, length, 0.0, False).contiguous(),
+    lambda x, dim, length, chunk, join, offset=0: _rows(x, dim, length),
 )
 AXES_READ[SHIFT_ROWS] = lambda x, dim, source, target, axes, offset, wrap, hop, rows: axes
 AXES_READ[SHIFT_JOIN] = lambda x, received, dim, source, target, axes, offset, wrap, hops, rows, fill: axes

@@ -63,6 +63,7 @@ class ShardedSequence:
     text: str = ""  # the annotation, for findings
     location: str | None = None
     chunk: int = 0  # how many of its rows a rank has
+    of_chunks: bool = False  # is it one of the chunks of such a dim?
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,11 @@ class FindSequences(Pass):
         for axis in dict.fromkeys(s.axis for s, _ in known):
             of_axis = [(s, value) for s, value in known if s.axis == axis]
             roots = {classes.of(place): s for s, value in of_axis if (place := _only(value, s.dim)) is not None}
-            if roots:
-                _Family(graph, classes, roots, self.balance).write()
+            balance = self.balance
+            while roots:
+                family = _Family(graph, classes, roots, balance)
+                balance = family.write()
+                roots = family.of_chunks()
         return graph
 
 
@@ -250,7 +254,8 @@ class _Family:
         end = _only(value, dim)
         return end is not None and self.classes.of(end) in self.lengths and self._length(end) == self.base
 
-    def write(self) -> None:
+    def write(self) -> Balance:
+        """Tell moves, and lay the sequence: how?"""
         self._sum_up()
         first = next(iter(self.roots.values()))
         divide_scans(self.graph, self._is_along, first.chunk or -(-first.length // first.ranks))
@@ -279,13 +284,23 @@ class _Family:
                 self._place(places, atoms | {root: zigzag(n, axis, first.ranks) for root, n in chunks.items()})
                 why = self._refused(places)
                 if not why and (self.balance == "zigzag" or any(map(self._is_causal_along, self._calls(places)))):
-                    return
-            if why and self.balance == "zigzag":
+                    return "zigzag"
+            if why and self.balance == "zigzag" and not first.of_chunks:
                 message = f"the rows of {first.text or first.port} are not in zigzag: {why}"
                 self.graph.diagnostics.append(
                     Diagnostic("SC203", message, "warning", location=first.location, hint="write balance: none")
                 )
         self._place(places, plain)
+        return "none"
+
+    def of_chunks(self) -> dict[Place, ShardedSequence]:
+        """Chunks are sequences too: what a convolution with a stride yields, and the states of chunks."""
+        first = next(iter(self.roots.values()))
+        return {
+            root: replace(first, length=n, chunk=0, of_chunks=True)
+            for root, n in self._chunks().items()
+            if root not in self.lengths
+        }
 
     def _chunks(self) -> dict[Place, int]:
         """The classes of dims that have an element for each chunk of the sequence, and how many."""
