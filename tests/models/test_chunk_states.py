@@ -23,6 +23,7 @@ from shardc.ir.schema import given as arguments
 from shardc.ir.text import print_graph
 from shardc.passes.type_check import type_faults
 from tests.models.eagerly import eager, gap
+from tests.models.test_recurrences import model_of
 from tests.models.test_sequence_scans import WIDTH, Recurrent, assert_equals_eager, compiled, of
 from tests.models.test_unequal_blocks import VOCABULARY, bamba, falcon_h1, mamba2, of_library, placements, zamba2
 
@@ -213,6 +214,19 @@ def test_models_of_the_library(name: str, mesh: str, length: int, balance: str) 
         gathers = {c.value for c in program.collectives() if c.kind == "all_gather"}
         assert all("carried_states" in value for value in gathers)
         assert not [d for d in program.diagnostics if d.severity == "warning"]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "Mamba"])
+def test_in_a_pipeline(name: str) -> None:
+    torch.manual_seed(0)
+    model = mamba2() if name == "mamba2" else model_of(name)
+    tokens = torch.randint(32, (4, 18))
+    plan = {
+        "inputs": {"input_ids": "-, cp", "labels": "-, cp"},
+        "pipeline": {"axis": "pp", "microbatches": 2, "schedule": "1f1b"},
+    }
+    program = shardc.compile(model, {"input_ids": tokens, "labels": tokens}, mesh="pp=2, cp=2", plan=plan)
+    assert program.verify().ok
 
 
 def test_chunks_in_zigzag_with_attention_send_no_rows() -> None:

@@ -98,6 +98,18 @@ def test_with_other_plans(plan: dict[str, Any]) -> None:
     assert compiled(model, 37, "dp=2, cp=2", **plan).verify().ok
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_weight_that_is_trained(stride: int) -> None:
+    """The gradient of a convolution's weight is what the optimizer reads."""
+    torch.manual_seed(0)
+    model = Strided(lambda x, w: F.conv1d(F.pad(x.mT, (1, 0)), w, stride=stride).mT).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ids, labels = torch.randint(0, VOCAB, (2, 4, 17))
+    plan = {"inputs": {"ids": "-, cp", "labels": "-, cp"}}
+    program = shardc.compile(model, {"ids": ids, "labels": labels}, mesh="cp=2", plan=plan, optimizer=optimizer)
+    assert program.verify().ok
+
+
 def test_rows_that_are_infinite_reach_no_other_window() -> None:
     """A tap that a window does not have is no product with 0."""
 

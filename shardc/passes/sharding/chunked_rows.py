@@ -103,6 +103,4 @@ class _Sequences:
                 known[(value, dim), chunk] = found
                 node.replace_input_with(value, found)
                 continue
-            value.replace_all_uses_with(found, lambda user, found=found: user is not found)
-            for name, of in self.graph.activations.items():
-                self.graph.activations[name] = found if of is value else of
+            self.graph.replace_value(value, found)

@@ -262,7 +262,7 @@ class _Family:
         for node, move in self.moves.items():
             node.target, node.args, node.kwargs = SHIFT, move.args, {}
         for node in self.moves:
-            _fold(node)
+            _fold(self.graph, node)
         self.graph.erase_dead()
         alive = set(self.graph.fx.nodes)
         places = {
@@ -386,7 +386,7 @@ def _plain_projection(node: fx.Node) -> frozenset[int]:
     return overlay(rule_of(node), ins, outs).blocked
 
 
-def _fold(node: fx.Node) -> None:
+def _fold(graph: Graph, node: fx.Node) -> None:
     """A move of what another one has moved, as one; a move that moves nothing goes."""
     move = shifted(node)
     while move is not None and move.x.target is SHIFT:
@@ -397,7 +397,7 @@ def _fold(node: fx.Node) -> None:
     assert move is not None
     node.args = move.args
     if move.offset == 0 and move.length == type_of(move.x).shape[move.dim]:
-        node.replace_all_uses_with(move.x)
+        graph.replace_value(node, move.x)
 
 
 def _set_atom(slot: Slot, atom: int, size: int) -> None:

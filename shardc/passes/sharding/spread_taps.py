@@ -174,18 +174,18 @@ def _forward(graph: Graph, node: fx.Node) -> None:
         assert total is not None
         y = e.cast(total, type_of(node).dtype)
     if cuts is None:
-        node.replace_all_uses_with(y)
+        graph.replace_value(node, y)
         return
     for cut in cuts:
         read = cut.args[0]
         assert isinstance(read, fx.Node)
         if read is node:
-            cut.replace_all_uses_with(y)
+            graph.replace_value(cut, y)
             continue
         e.at = cut  # the bias comes first
         with graph.fx.inserting_before(cut):
             other = next(a for a in read.args if isinstance(a, fx.Node) and a is not node)
-            cut.replace_all_uses_with(e.add(y, other))
+            graph.replace_value(cut, e.add(y, other))
 
 
 def _phases(e: Emit, kernel: _Kernel) -> Phases:
@@ -202,7 +202,7 @@ def _strided(graph: Graph, node: fx.Node, kernel: _Kernel, weight: fx.Node) -> N
             term = e.wide(e(aten.convolution.default, rows, tap, None, *kernel.options))
             total = term if total is None else e.add(total, term)
         assert total is not None
-        node.replace_all_uses_with(e.cast(total, type_of(node).dtype))
+        graph.replace_value(node, e.cast(total, type_of(node).dtype))
 
 
 def _strided_backward(
@@ -222,10 +222,10 @@ def _strided_backward(
         if of_x is not None:
             y = e.cast(phases.joined(backs), type_of(of_x).dtype)
             for value in [of_x] if kernel.x is args["input"] else list(of_x.users):
-                value.replace_all_uses_with(y)
+                graph.replace_value(value, y)
         if of_weight is not None:
             joined = parts[0] if len(parts) == 1 else e(aten.cat.default, parts, SPACE)
-            of_weight.replace_all_uses_with(e.cast(joined, type_of(of_weight).dtype))
+            graph.replace_value(of_weight, e.cast(joined, type_of(of_weight).dtype))
 
 
 def _window(node: fx.Node, rows: int) -> tuple[int, int, list[fx.Node] | None] | None:
@@ -301,10 +301,10 @@ def _backward(graph: Graph, node: fx.Node) -> None:
         if of_x is not None and total is not None:
             y = e.cast(total, type_of(of_x).dtype)
             for value in [of_x] if kernel.x is args["input"] else list(of_x.users):
-                value.replace_all_uses_with(y)
+                graph.replace_value(value, y)
         if of_weight is not None:
             joined = parts[0] if len(parts) == 1 else e(aten.cat.default, parts, SPACE)
-            of_weight.replace_all_uses_with(e.cast(joined, type_of(of_weight).dtype))
+            graph.replace_value(of_weight, e.cast(joined, type_of(of_weight).dtype))
 
 
 def _reads_back(of_x: fx.Node, kernel: _Kernel) -> bool:

@@ -79,4 +79,4 @@ def unfold(graph: Graph, node: fx.Node, lengths: Collection[int]) -> None:
         else:
             rows = [e.view(r, [*type_of(r).shape, 1]) for r in phases.read(args["self"])]
             y = rows[0] if len(rows) == 1 else e(aten.cat.default, rows, len(shape))
-        node.replace_all_uses_with(y)
+        graph.replace_value(node, y)
