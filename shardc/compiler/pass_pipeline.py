@@ -85,7 +85,9 @@ def body_passes(
 ) -> list[Pass]:
     """Every pass that makes the single-device graph of a step one rank's body, in order."""
     return [
-        SpreadTaps(frozenset(s.length for s in sequences), options.context.balance),
+        SpreadTaps(
+            frozenset(s.length for s in sequences), options.context.balance, tuple((s.port, s.dim) for s in sequences)
+        ),
         Atomize(tuple(cuts)),
         FindBlocks(tuple(sharded)),
         FindSequences(tuple(sequences), options.context.balance),

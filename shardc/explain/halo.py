@@ -13,13 +13,14 @@ from torch import fx
 
 from shardc.explain.provenance import Trail, step
 from shardc.ir.graph import Graph, info, op_name, type_of
+from shardc.ir.ops.carried_states import CARRIED_STATES, STATES_BEHIND
 from shardc.ir.ops.halo import HALO, HALO_SUM, NEIGHBOUR_ROWS
 from shardc.ir.ops.mirror import MIRROR_ROWS
 from shardc.ir.ops.running_sum import SUMS_BEHIND
 from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD
 from shardc.ir.ops.scan_body import TIME, parse_body
 from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD, SCAN_TURN, SCAN_TURN_BACKWARD
-from shardc.ir.ops.shift import SHIFT_JOIN
+from shardc.ir.ops.shift import REGROUP, SHIFT_JOIN
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
 from shardc.rules.window import WINDOWED
@@ -31,7 +32,7 @@ INHERENT = "a rank that has a part of a dim needs the rows about it; a gather wo
 def explained_by_rows(node: fx.Node) -> bool:
     """Was the collective put in for rows of others, or for their sums?"""
     return node.target in (NEIGHBOUR_ROWS, MIRROR_ROWS) or any(
-        user.target in (SUMS_BEHIND, *SCAN_PARTS) for user in node.users
+        user.target in (SUMS_BEHIND, STATES_BEHIND, *SCAN_PARTS) for user in node.users
     )
 
 
@@ -44,7 +45,7 @@ def reader_of(rows: fx.Node) -> fx.Node:
         joined = next(user for user in rows.users if user.target in (SCAN_PART, SCAN_PART_BACKWARD))
     if joined.target in SCAN_PARTS:
         return joined
-    if joined.target in (SHIFT_JOIN, SUMS_BEHIND):
+    if joined.target in (SHIFT_JOIN, SUMS_BEHIND, STATES_BEHIND):
         return joined
     node = joined
     while node.target is HALO:
@@ -93,7 +94,10 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
     if call.target in (SCAN, SCAN_BACKWARD):
         return _state_trails(graph, causes, call, given(reader), given(rows)["axes"])
     moves = reader.target in (SHIFT_JOIN, SUMS_BEHIND, MIRROR_ROWS)
-    x, dim = (said["x"], said["dim"]) if moves else (said["input" if "input" in said else "self"], args["dim"])
+    if call.target is CARRIED_STATES:
+        x, dim = said["addends"], type_of(said["decay"]).ndim - 1
+    else:
+        x, dim = (said["x"], said["dim"]) if moves else (said["input" if "input" in said else "self"], args["dim"])
     first = sum(map(len, type_of(x).dims[:dim]))
     atoms = range(first, first + len(type_of(x).dims[dim]))
     summed = next(iter(rows.users)).target is HALO_SUM
@@ -110,6 +114,10 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
             why = f"{lies}, and each sum has all rows before it: those of other ranks come as one sum"
         elif reader.target is MIRROR_ROWS:
             why = f"{lies}, and its rows are turned round: a rank's go to the one as far from the end"
+        elif reader.target is STATES_BEHIND:
+            why = f"{lies}, and each chunk's state has all chunks before it: those of other ranks come as one of a rank"
+        elif call.target is REGROUP:
+            why = f"{lies}, and rows go to their chunks, or back: a rank reads {args['length']} of another one"
         elif moves:
             why = f"{lies}, and its rows move by {abs(said['offset'])}: a rank reads {args['length']} of another one"
         else:

@@ -22,6 +22,7 @@ from shardc import torch_compat
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import op_name
 from shardc.ir.ops.attention import SDPA, SDPA_BWD, attention
+from shardc.ir.ops.carried_states import CARRIED_STATES
 from shardc.ir.ops.grouped import GROUPED_MM, GROUPED_MM_WGRAD, grouped_mm
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD, linear
 from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD
@@ -37,7 +38,10 @@ SMALL_DECOMPOSITIONS = (
 
 
 # Autograd knows these by the functions of `overrides` alone; called by themselves they would be constants to it.
-WHOLE_OPS = (LINEAR, LINEAR_DGRAD, LINEAR_WGRAD, SDPA, SDPA_BWD, GROUPED_MM, GROUPED_MM_WGRAD, SCAN, SCAN_BACKWARD)
+WHOLE_OPS = (
+    LINEAR, LINEAR_DGRAD, LINEAR_WGRAD, SDPA, SDPA_BWD, GROUPED_MM, GROUPED_MM_WGRAD, SCAN, SCAN_BACKWARD,
+    CARRIED_STATES,
+)  # fmt: skip
 
 
 def undifferentiated(op: OpOverload) -> ShardcError:

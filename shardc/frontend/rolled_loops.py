@@ -46,7 +46,7 @@ KNOWN = (Tensor, nn.Module, int, float, str, torch.Size, torch.dtype, torch.devi
 
 
 # ------------------------------------------------------------------ the functions of a model
-def _functions(model: nn.Module) -> Iterator[types.FunctionType]:
+def functions_of(model: nn.Module) -> Iterator[types.FunctionType]:
     """The functions that a model's modules may call: those of their classes, and of the files these lie in. Those of
     transformers that only surround models (generation, loading) are left out: to parse their files takes long."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__ if _may_loop(cls.__module__)}
@@ -75,7 +75,7 @@ def active(model: nn.Module) -> Generator[None]:
     """Meanwhile the loops of a model's functions may become one op."""
     changed: list[tuple[types.FunctionType, types.CodeType]] = []
     try:
-        for function in _functions(model):
+        for function in functions_of(model):
             code = function.__code__
             if "range" in code.co_names and has_loop(code) and function.__name__ != "__init__":
                 rewritten = with_rolled_loops(code)

@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from shardc import torch_compat
 from shardc.frontend.buffers import buffers_after, refuse_asked
 from shardc.frontend.carried_state import carried, kept_in_caches, refuse_written_constants
+from shardc.frontend.chunk_states import CarriedChunks, written_in
 from shardc.frontend.cleanup import clean, constants_as_inputs
 from shardc.frontend.expert_notes import computed_for_all, refuse_other
 from shardc.frontend.experts_form import grouped
@@ -231,6 +232,8 @@ class _Step:
             stack.enter_context(library_experts(self.model))
             self.loops = stack.enter_context(noting())
             stack.enter_context(active(self.model))
+            if written_in(self.model):
+                stack.enter_context(CarriedChunks())
             stack.enter_context(drawn_in_each_step(self.model))
             stack.enter_context(torch_compat.override_aten(overrides()))
             stack.enter_context(torch_compat.undifferentiable(WHOLE_OPS, undifferentiated))

@@ -251,6 +251,12 @@ class Graph:
         fields = {"assignment": (), "passes": (), "fallback": (), "results": (), "origin": origin, **fields}
         return replace(base, name=self.unique(name), type=type, **fields)
 
+    def replace_value(self, old: fx.Node, new: fx.Node) -> None:
+        """Let one value stand for another to its readers, and where outputs of modules and gradients are named."""
+        old.replace_all_uses_with(new, lambda user: user is not new)
+        for table in (self.activations, self.gradients):
+            table.update({name: new for name, value in table.items() if value is old})
+
     def erase_dead(self) -> None:
         """Remove calls that nothing uses; placeholders stay."""
         for node in reversed(list(self.fx.nodes)):

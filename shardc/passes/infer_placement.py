@@ -56,6 +56,7 @@ from shardc.passes.attention_rows import (
     summed_faults,
     uncounted,
 )
+from shardc.passes.carried_states import CARRIED_FAULTS
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import HALO_FAULTS, PlainCall, plain_call
 from shardc.passes.scan_parts import PARTS, SCAN_PARTS, scan_faults
@@ -565,6 +566,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **dict.fromkeys(ROW_MOVES, move_faults),
     **HALO_FAULTS,
     **SHIFT_FAULTS,
+    **CARRIED_FAULTS,
     NEXT_KEYS: moved_faults,
     **dict.fromkeys((REACH_ROWS, REACH_SUM), reach_faults),
     SUM_KEYS: summed_faults,

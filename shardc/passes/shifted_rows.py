@@ -26,7 +26,7 @@ from shardc.ir.ops.shift import SHIFT_JOIN, SHIFT_ROWS, routes, rows_by_hop, siz
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, TensorType
 from shardc.rules.halo import with_rows
-from shardc.rules.shift import has_both_ends
+from shardc.rules.shift import has_both_ends, layout_of
 
 Declared = Sequence[TensorType | None]
 LAYOUT = ("dim", "source", "target", "axes", "offset", "wrap")
@@ -39,11 +39,11 @@ class Faults(Protocol):
 def _layout_fault(args: Mapping[str, Any], mesh: Mesh) -> str | None:
     """What is wrong with the operand's layout as a call tells it."""
     type, dim = type_of(args["x"]), args["dim"]
-    if not 0 <= dim < type.ndim or len(type.dims[dim]) != 1:
+    if not 0 <= dim < type.ndim or any(atom.axes for atom in type.dims[dim][1:]):
         return f"moves dim {dim} of {type}"
-    (atom,) = type.dims[dim]
     axes = tuple(mesh.resolve(args["axes"]))
-    if not axes or (str(atom.size), tuple(mesh.resolve(atom.axes))) != (args["source"], axes):
+    lies = layout_of(type.dims[dim]), tuple(mesh.resolve(type.dims[dim][0].axes))
+    if not axes or lies != (args["source"], axes):
         return f"takes dim {dim} of {type} to be {args['source']}@{'.'.join(axes)}"
     if set(axes) & type.partial_axes:
         return f"moves what is pending over {', '.join(sorted(set(axes) & type.partial_axes))}"
@@ -100,9 +100,10 @@ def _join_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
         said = [_plain(of[name]) for name in LAYOUT]
         if (of["x"], of["hop"], said) != (x, hop, layout) or came != (0, rows, hop, tuple(mesh.resolve(args["axes"]))):
             return [f"%{info(part).name} are other rows than those that the rank {hop} behind has to send"]
-    type = type_of(x)
-    atom = Atom(size_of(args["target"]), type.dims[dim][0].axes)
-    dims = (*type.dims[:dim], (atom,), *type.dims[dim + 1 :])
+    type, atom = type_of(x), Atom(size_of(args["target"]), type_of(x).dims[dim][0].axes)
+    dims = (atom,) if after is None or layout_of(after.dims[dim]) != args["target"] else after.dims[dim]
+    placed = [a.axes for a in dims] == [atom.axes, *((),) * (len(dims) - 1)]
+    dims = (*type.dims[:dim], dims if placed else (atom,), *type.dims[dim + 1 :])
     want = TensorType(type.dtype, dims, type.partial, type.ragged)
     if args["fill"] and not args["wrap"] and type.partial:
         return [f"fills a pending sum with {args['fill']}"]

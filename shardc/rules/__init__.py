@@ -3,6 +3,7 @@
 # Rule modules first: each registers its ops as it is imported.
 from shardc.rules import (
     attention,
+    carried_states,
     conv,
     creation,
     ctc,
@@ -30,6 +31,7 @@ __all__ = [
     "OpRule",
     "all_rules",
     "attention",
+    "carried_states",
     "conv",
     "creation",
     "ctc",

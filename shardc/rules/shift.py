@@ -14,7 +14,9 @@ A running sum (`ir.ops.running_sum`) gathers a total for each run of rows that a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -26,7 +28,7 @@ from shardc.ir.ops.collectives import all_gather
 from shardc.ir.ops.halo import NEIGHBOUR_ROWS
 from shardc.ir.ops.mirror import MIRROR, MIRROR_ROWS
 from shardc.ir.ops.running_sum import PART_SUMS, PART_TOTALS, RUNNING_SUM, SUMS_BEHIND
-from shardc.ir.ops.shift import SHIFT, SHIFT_JOIN, SHIFT_ROWS, routes, rows_by_hop
+from shardc.ir.ops.shift import REGROUP, SHIFT, SHIFT_JOIN, SHIFT_ROWS, routes, rows_by_hop
 from shardc.ir.provenance import Cause, Derivation
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, TensorType
@@ -37,13 +39,18 @@ from shardc.rules.projection import Projection
 from shardc.rules.registry import by_block, rule
 
 
+def layout_of(dim: Sequence[Atom]) -> str:
+    """What axes cut of a dim, as a call tells it: an atom, or the first of several, in pieces of all others."""
+    size, inner = dim[0].size, math.prod(int(atom.size) for atom in dim[1:])
+    parts = (replace(block, unit=block.unit * inner) for block in blocks_of(size))
+    return str(Blocks(parts) if len(dim) > 1 else size)
+
+
 def unfit(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh: Mesh) -> set[int]:
-    """A dim of several atoms is moved whole: a rank's rows of it are no runs."""
+    """All atoms of a dim but the first: a rank's rows of them are no runs."""
     x, dim = type_of(given(node)["x"]), given(node)["dim"]
-    if len(x.dims[dim]) < 2:
-        return set()
     first = sum(map(len, x.dims[:dim]))
-    return {p for p in projection.operands[0][first : first + len(x.dims[dim])] if split.get(p)}
+    return {p for p in projection.operands[0][first + 1 : first + len(x.dims[dim])] if split.get(p)}
 
 
 def cause_of(call: LocalCall, value: fx.Node, axes: Axes) -> Cause:
@@ -64,21 +71,27 @@ def moved(call: LocalCall, value: fx.Node, target: Any, args: tuple[Any, ...], t
 
 @by_block
 def local_shift(call: LocalCall) -> Any:
-    x, args, mesh = call.args["x"], call.args, call.graph.mesh
-    type, after, dim = type_of(x), call.results[0], args["dim"]
+    args = call.args
+    return _routed(call, args["offset"], args["wrap"], args["fill"])
+
+
+def _routed(call: LocalCall, offset: int, wrap: bool, fill: float) -> Any:
+    x, dim, mesh = call.args["x"], call.args["dim"], call.graph.mesh
+    type, after = type_of(x), call.results[0]
     if not any(atom.axes for atom in type.dims[dim]):
         return call.with_args()
-    (atom,), (target,) = type.dims[dim], after.dims[dim]
-    axes = tuple(mesh.resolve(atom.axes))
-    layout = (dim, str(atom.size), str(target.size), list(axes), args["offset"], args["wrap"])
-    by_hop = rows_by_hop(routes(str(atom.size), str(target.size), axes, mesh, args["offset"], args["wrap"]))
+    axes, source, target = (
+        tuple(mesh.resolve(type.dims[dim][0].axes)),
+        *map(layout_of, (type.dims[dim], after.dims[dim])),
+    )
+    layout = (dim, source, target, list(axes), offset, wrap)
+    by_hop = rows_by_hop(routes(source, target, axes, mesh, offset, wrap))
     received: list[fx.Node] = []
     for hop, rows in by_hop.items():
         some = with_rows(type, dim, rows, axes, mesh)
         sent = moved(call, x, SHIFT_ROWS, (x, *layout, hop, rows), some, axes)
         received.append(moved(call, x, NEIGHBOUR_ROWS, (sent, list(axes), dim, 0, rows, -hop), some, axes))
-    rows = target.local(mesh)
-    return SHIFT_JOIN, (x, received, *layout, list(by_hop), rows, args["fill"]), {}
+    return SHIFT_JOIN, (x, received, *layout, list(by_hop), after.local_shape(mesh)[dim], fill), {}
 
 
 @rule(
@@ -101,6 +114,31 @@ def shift(x: Dims, dim: int, offset: int, length: int, fill: float, wrap: bool) 
     part = f"moved_{label}"
     text = f"{x} -> {x.replace(dim, part)}"
     return Notation(text, whole=f"{label} {part}", linear=linear, aligned=((label, part),))
+
+
+@by_block
+def local_regroup(call: LocalCall) -> Any:
+    return _routed(call, call.args.get("offset", 0), False, 0.0)
+
+
+@rule(
+    REGROUP,
+    localize=local_regroup,
+    unfit=unfit,
+    examples=[
+        ((4, 6), 1, 8, 4, False),
+        ((4, 6, 3), 1, 6, 2, False),
+        ((4, 8), 1, 6, 4, True),
+        ((6, 4), 0, 6, 3, True),
+        ((4, 6), 1, 8, 4, False, -1),
+        ((4, 9), 1, 5, 3, True, 2),
+    ],
+)
+def regroup(x: Dims, dim: int, length: int, chunk: int, join: bool, offset: int = 0) -> Notation:
+    chunked = f"(chunks {chunk})"
+    text = f"{x.replace(dim, chunked)} -> {x.replace(dim, 'rows')}" if join else f"{x} -> {x.replace(dim, chunked)}"
+    rows = "rows" if join else x[dim]
+    return Notation(text, sum="chunks" if join else rows, linear="joint", following=((rows, "chunks"),))
 
 
 # ------------------------------------------------------------------------------------------------ the other order

@@ -72,10 +72,10 @@ MOVED: dict[str, Function] = {  # rows of neighbours come, and nothing is gather
     "ones behind": lambda x, w: torch.cat([x[:, 1:], torch.ones_like(x[:, :1])], 1),
     "cut and joined": lambda x, w: torch.cat([x[:, 5:], x[:, :5]], 1),
     "the last rows first": lambda x, w: torch.cat([x[:, -3:], x[:, :-3]], 1),
+    "with a stride": lambda x, w: x + F.conv1d(F.pad(x.mT, (1, 0)), w, stride=2).mT.sum(1, keepdim=True),
     "moved by 3": lambda x, w: F.pad(x, (0, 0, 3, 0))[:, :-3],
 }
 GATHERED: dict[str, Function] = {
-    "with a stride": lambda x, w: x + F.conv1d(F.pad(x.mT, (1, 0)), w, stride=2).mT.sum(1, keepdim=True),
     "every other row": lambda x, w: x + x[:, ::2].sum(1, keepdim=True),
     "windows": lambda x, w: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1),
     "maxima": lambda x, w: x.cummax(1).values,

@@ -25,12 +25,12 @@ FLOORS: list[dict[str, str]] = [
             collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
             group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops
             ops.accumulate ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums
-            ops.attention_tiles ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc
-            ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped
-            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.running_sum ops.scan ops.scan_body
-            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.streams ops.windows overlap
-            overlap_schedule parse placement plain program provenance python schema storages text trees types verify
-            version
+            ops.attention_tiles ops.buckets ops.carried_states ops.channel_sums ops.check_index ops.collectives
+            ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered
+            ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.running_sum
+            ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.streams
+            ops.windows overlap overlap_schedule parse placement plain program provenance python schema storages text
+            trees types verify version
         """,
     },
     {
@@ -39,9 +39,9 @@ FLOORS: list[dict[str, str]] = [
         """,
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
-            __init__ attention attention_keys attention_rows conv creation ctc embedding experts fft halo indexing
-            linalg local matmul norm notation pick pointwise pool projection random reduction registry scan section
-            shift view window
+            __init__ attention attention_keys attention_rows carried_states conv creation ctc embedding experts fft
+            halo indexing linalg local matmul norm notation pick pointwise pool projection random reduction registry
+            scan section shift view window
         """,
         "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
         "shardc.schedule": """
@@ -87,7 +87,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.passes": """
-            __init__ accumulate attention_keys attention_rows base communication communication.bucket
+            __init__ accumulate attention_keys attention_rows base carried_states communication communication.bucket
             communication.causes communication.combine communication.overlap communication.report_gathers context
             context.divide_attention context.merge_keys context.pack_parts exchanged_rows fusion fusion.analysis
             fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
@@ -108,12 +108,12 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.matmul normalize.decompositions.reductions normalize.decompositions.table
             normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts normalize.imply_masks
             normalize.limit_experts normalize.mask_positions normalize.normalize scan_parts sharding sharding.assign
-            sharding.atom_classes sharding.atomize sharding.casts sharding.dispatch sharding.divide_scans
-            sharding.expert_modules sharding.find_blocks sharding.find_sequences sharding.group_sums
-            sharding.insert_reshards sharding.join_rows sharding.localize sharding.lower_reshards sharding.propagate
-            sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps
-            sharding.store shifted_rows softmax softmax.online_softmax softmax.split_softmax softmax.statistics
-            type_check verify
+            sharding.atom_classes sharding.atomize sharding.casts sharding.chunked_rows sharding.dispatch
+            sharding.divide_scans sharding.expert_modules sharding.find_blocks sharding.find_sequences
+            sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize sharding.lower_reshards
+            sharding.propagate sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials
+            sharding.spread_taps sharding.store sharding.strided_taps shifted_rows softmax softmax.online_softmax
+            softmax.split_softmax softmax.statistics type_check verify
         """,
     },
     {
@@ -124,14 +124,14 @@ FLOORS: list[dict[str, str]] = [
             transfer_report
         """,
         "shardc.frontend": """
-            __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode expert_masks
-            expert_notes expert_replay expert_rows experts_form function_caches gradients ingest join_loads layer_drop
-            library_experts library_masks lifted_casts local_mutation loop_body loop_notes loop_operations loop_shapes
-            loop_source loop_values loss_gradients made_anew memory_writes model_changes model_outputs op_overrides
-            optimizer optimizer_trace own_values precision program_inputs program_optimizers provenance python_random
-            python_state rolled_loops row_selection row_wise sample_call sample_values saved_state selected_rows
-            size_guards spec_augment state_holders substitution token_weights trace traced traced_graph traced_scalar
-            unsupported update_cache whole_matrices
+            __init__ append buffer_writers buffers cached_model carried_state chunk_states cleanup evaluation_mode
+            expert_masks expert_notes expert_replay expert_rows experts_form function_caches gradients ingest
+            join_loads layer_drop library_experts library_masks lifted_casts local_mutation loop_body loop_notes
+            loop_operations loop_shapes loop_source loop_values loss_gradients made_anew memory_writes model_changes
+            model_outputs op_overrides optimizer optimizer_trace own_values precision program_inputs program_optimizers
+            provenance python_random python_state rolled_loops row_selection row_wise sample_call sample_values
+            saved_state selected_rows size_guards spec_augment state_holders substitution token_weights trace traced
+            traced_graph traced_scalar unsupported update_cache whole_matrices
         """,
     },
     {

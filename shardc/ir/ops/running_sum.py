@@ -45,14 +45,15 @@ def _summed(x: Tensor, dim: int, reverse: bool) -> Tensor:
     return total.to(x.dtype)
 
 
-def _own(source: str, axes: list[str]) -> tuple[tuple[Run | None, ...], tuple[tuple[Run | None, ...], ...]]:
+def own_runs(source: str, axes: list[str]) -> tuple[tuple[Run | None, ...], tuple[tuple[Run | None, ...], ...]]:
+    """A rank's run of each block, and those of all ranks."""
     context = current()
     of_ranks = runs_of_ranks(source, tuple(axes), context.mesh)
     return of_ranks[context.index(tuple(axes))], of_ranks
 
 
 def _part_sums(x: Tensor, dim: int, source: str, axes: list[str], reverse: bool) -> Tensor:
-    own, _ = _own(source, axes)
+    own, _ = own_runs(source, axes)
     y = x.new_zeros(x.shape)
     for run in own:
         if run is not None:
@@ -61,7 +62,7 @@ def _part_sums(x: Tensor, dim: int, source: str, axes: list[str], reverse: bool)
 
 
 def _part_totals(x: Tensor, dim: int, source: str, axes: list[str], blocks: int) -> Tensor:
-    own, _ = _own(source, axes)
+    own, _ = own_runs(source, axes)
     y = x.new_zeros([*x.shape[:dim], blocks, *x.shape[dim + 1 :]])
     for i, run in enumerate(own):
         if run is not None:
@@ -70,7 +71,7 @@ def _part_totals(x: Tensor, dim: int, source: str, axes: list[str], blocks: int)
 
 
 def _sums_behind(x: Tensor, totals: Tensor, dim: int, source: str, axes: list[str], reverse: bool) -> Tensor:
-    own, of_ranks = _own(source, axes)
+    own, of_ranks = own_runs(source, axes)
     y = x.clone().contiguous()
     starts = [(run.start, i) for i, run in enumerate(r for of_rank in of_ranks for r in of_rank) if run is not None]
     for run in own:

@@ -7,6 +7,10 @@
 Which rank has a row is a matter of the dim's layout alone (`ir.blocks`): uneven shards, a zigzag, and two axes are all
 one case. `routes` finds from the layouts of `x` and of `y` which runs of rows each rank reads, and of whom. Between the
 two ops the rows of each hop travel by `neighbour_rows`. Both read the coordinate.
+
+    regroup     the rows of a dim in chunks, of which a rank has whole ones, or of such a dim not in chunks (`join`);
+                moved by an offset as well; what there is no row for is 0
+                                       0 1 2 3 4 5  ->  0 1 2 3, 4 5 . .
 """
 
 from __future__ import annotations
@@ -161,6 +165,11 @@ SHIFT_JOIN = define(
     " int[] hops, int rows, float fill) -> Tensor",
     _shift_join,
     lambda x, received, dim, source, target, axes, offset, wrap, hops, rows, fill: _rows(x, dim, rows),
+)
+REGROUP = define(
+    "regroup(Tensor x, int dim, int length, int chunk, bool join, int offset=0) -> Tensor",
+    lambda x, dim, length, chunk, join, offset=0: _shift(x, dim, offset, length, 0.0, False).contiguous(),
+    lambda x, dim, length, chunk, join, offset=0: _rows(x, dim, length),
 )
 AXES_READ[SHIFT_ROWS] = lambda x, dim, source, target, axes, offset, wrap, hop, rows: axes
 AXES_READ[SHIFT_JOIN] = lambda x, received, dim, source, target, axes, offset, wrap, hops, rows, fill: axes

@@ -14,7 +14,8 @@ it, or causal attention reads it, it is a zigzag (`ir.blocks`).
     scan(h, [x, ...], "h:...")     scan              ->  one in segments, of as many steps as a rank has
 
 Atoms that ops pass on are one class; a move ties two classes. Of those that are shorter by less than half, each
-element lies where the sequence has it; others stay as they are, and are gathered where they are read. Longer than 400
+element lies where the sequence has it; others stay as they are, and are gathered where they are read. Of a zigzag whose
+rows are grouped in chunks, chunks are in zigzag too: then hardly a row has to go to its chunk. Longer than 400
 lines: moves, classes and the choice of a layout are steps of one walk.
 """
 
@@ -33,7 +34,7 @@ from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.mirror import MIRROR
 from shardc.ir.ops.running_sum import RUNNING_SUM
 from shardc.ir.ops.scan import SCAN
-from shardc.ir.ops.shift import SHIFT
+from shardc.ir.ops.shift import REGROUP, SHIFT
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, TensorType
 from shardc.passes.base import Pass
@@ -70,6 +71,7 @@ class ShardedSequence:
     text: str = ""  # the annotation, for findings
     location: str | None = None
     chunk: int = 0  # how many of its rows a rank has
+    of_chunks: bool = False  # is it one of the chunks of such a dim?
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,14 @@ class FindSequences(Pass):
         for axis in dict.fromkeys(s.axis for s, _ in known):
             of_axis = [(s, value) for s, value in known if s.axis == axis]
             roots = {classes.of(place): s for s, value in of_axis if (place := _only(value, s.dim)) is not None}
-            while roots:
-                family = _Family(graph, classes, roots, self.balance)
-                family.write()
-                roots = {root: s for root, s in roots.items() if root not in family.lengths}
+            todo = [(roots, self.balance)] if roots else []
+            while todo:
+                roots, balance = todo.pop()
+                family = _Family(graph, classes, roots, balance)
+                laid = family.write()
+                chunks = family.of_chunks()
+                others = {root: s for root, s in roots.items() if root not in {*family.lengths, *chunks}}
+                todo += [(found, how) for found, how in ((others, balance), (chunks, laid)) if found]
         return graph
 
 
@@ -129,12 +135,13 @@ class _Classes:
         for node in graph.calls():
             if find_rule(node.target) is None:
                 continue
-            first: dict[int, Place] = {}
+            first: dict[tuple[int, int], Place] = {}
             projection = project(node)
             slots: list[Slot] = [*operands(node), *result_slots(node)]
             for slot, pieces in zip(slots, (*projection.operands, *projection.results), strict=True):
                 for i, piece in enumerate(pieces):
-                    self._union(first.setdefault(piece, (slot, i)), (slot, i))
+                    size = int(_type(slot).atoms[i].size) if piece in projection.followed else 0
+                    self._union(first.setdefault((piece, size), (slot, i)), (slot, i))
         for value, twin in linked_gradients(graph):
             if type_of(value).sizes == type_of(twin).sizes:
                 for i in range(len(type_of(value).atoms)):
@@ -272,7 +279,8 @@ class _Family:
             if self._is_along(whole, picked.dim) and 2 * picked.length < self.base:
                 write_pick(self.graph, node, picked)
 
-    def write(self) -> None:
+    def write(self) -> Balance:
+        """Tell moves, and lay the sequence: how?"""
         self._sum_up()
         self._pick()
         first = next(iter(self.roots.values()))
@@ -280,7 +288,7 @@ class _Family:
         for node, move in self.moves.items():
             node.target, node.args, node.kwargs = SHIFT, move.args, {}
         for node in self.moves:
-            _fold(node)
+            _fold(self.graph, node)
         self.graph.erase_dead()
         alive = set(self.graph.fx.nodes)
         places = {
@@ -289,21 +297,48 @@ class _Family:
         }
         (first, *_), axis = self.roots.values(), next(iter(self.roots.values())).axis
         plain = {root: self._atom(self.base, length) for root, length in self.lengths.items()}
-        if self.balance != "none" and all(s.balanced for s in self.roots.values()):
+        chunks = self._chunks()
+        few = self.balance == "auto" and min(chunks.values(), default=2 * first.ranks) < 2 * first.ranks
+        if self.balance != "none" and not few and all(s.balanced for s in self.roots.values()):
             balanced = zigzag(self.base, axis, first.ranks)
             why = "" if balanced is not None else f"{self.base} rows are too few for {2 * first.ranks} chunks"
             why = why or self._divided(places)
             if balanced is not None and not why:
-                self._place(places, {root: self._atom(balanced, length) for root, length in self.lengths.items()})
+                places |= {root: self.classes.places(root) for root in chunks}
+                plain |= chunks
+                atoms = {root: self._atom(balanced, length) for root, length in self.lengths.items()}
+                self._place(places, atoms | {root: zigzag(n, axis, first.ranks) for root, n in chunks.items()})
                 why = self._refused(places)
                 if not why and (self.balance == "zigzag" or any(map(self._is_causal_along, self._calls(places)))):
-                    return
-            if why and self.balance == "zigzag":
+                    return "zigzag"
+            if why and self.balance == "zigzag" and not first.of_chunks:
                 message = f"the rows of {first.text or first.port} are not in zigzag: {why}"
                 self.graph.diagnostics.append(
                     Diagnostic("SC203", message, "warning", location=first.location, hint="write balance: none")
                 )
         self._place(places, plain)
+        return "none"
+
+    def of_chunks(self) -> dict[Place, ShardedSequence]:
+        """Chunks are sequences too: what a convolution with a stride yields, and the states of chunks."""
+        first = next(iter(self.roots.values()))
+        return {
+            root: replace(first, length=n, chunk=0, of_chunks=True)
+            for root, n in self._chunks().items()
+            if root not in self.lengths
+        }
+
+    def _chunks(self) -> dict[Place, int]:
+        """The classes of dims that have an element for each chunk of the sequence, and how many."""
+        found: dict[Place, int] = {}
+        for node in self.graph.calls():
+            if node.target is REGROUP:
+                x, dim, join = (given(node)[name] for name in ("x", "dim", "join"))
+                rows, chunked = (node, x) if join else (x, node)
+                (end, first) = _only(rows, dim), (chunked, sum(map(len, type_of(chunked).dims[:dim])))
+                if end is not None and self.classes.of(end) in self.lengths and len(type_of(chunked).dims[dim]) > 1:
+                    found[self.classes.of(first)] = self._length(first)
+        return found
 
     def _atom(self, base: int, length: int) -> int | None:
         """The atom of a dim of this length; None if it is left as it is."""
@@ -377,7 +412,7 @@ def _plain_projection(node: fx.Node) -> frozenset[int]:
     return overlay(rule_of(node), ins, outs).blocked
 
 
-def _fold(node: fx.Node) -> None:
+def _fold(graph: Graph, node: fx.Node) -> None:
     """A move of what another one has moved, as one; a move that moves nothing goes."""
     move = shifted(node)
     while move is not None and move.x.target is SHIFT:
@@ -388,7 +423,7 @@ def _fold(node: fx.Node) -> None:
     assert move is not None
     node.args = move.args
     if move.offset == 0 and move.length == type_of(move.x).shape[move.dim]:
-        node.replace_all_uses_with(move.x)
+        graph.replace_value(node, move.x)
 
 
 def _set_atom(slot: Slot, atom: int, size: int) -> None:

@@ -9,14 +9,19 @@ for all of its own, wherever they lie (`passes.sharding.find_sequences`): the ra
 sequence may be a zigzag. Only calls on a dim as long as an annotated sequence are rewritten, also where it is padded by
 hand. The gradients of x and w are such sums too, with the rows shifted back.
 
+With a stride of 2 a tap reads one row of every two: rows are grouped in chunks of as many (`ir.ops.shift`), and the
+result, one row of each chunk, is a sequence of its own. Where kernels tile the rows, they are fetched by `rules.halo`.
+
 Of a convolution that is not depthwise each tap is one of a single tap, a product. With as much padding on both sides it
 stays as it is, unless the sequence may become a zigzag: ranks then fetch the rows on both sides (`rules.halo`). Rows
-that are put behind others become moves too (`join_rows`).
+that are put behind others become moves too (`join_rows`), and those that are cut into chunks are grouped anew
+(`chunked_rows`).
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +34,13 @@ from shardc.ir.ops.shift import SHIFT
 from shardc.ir.schema import given
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import Emit
+from shardc.passes.sharding.chunked_rows import separate_chunks
 from shardc.passes.sharding.join_rows import join_rows
+from shardc.passes.sharding.strided_taps import MOST_TAPS, Phases, unfold
 from shardc.plan.context import Balance
 
 aten = torch.ops.aten
 SPACE = 2  # the dim of a sequence in a convolution's input
-MOST_TAPS = 32  # of a convolution that is a product for each
 
 
 @dataclass(frozen=True)
@@ -43,33 +49,44 @@ class SpreadTaps(Pass):
 
     lengths: frozenset[int] = frozenset()
     balance: Balance = "none"
+    ports: tuple[tuple[str, int], ...] = ()  # the inputs' dims that are these sequences
 
     def run(self, graph: Graph) -> Graph:
         if not self.lengths:
             return graph
         causal = (n.target in (SDPA, SDPA_BWD) and bool(given(n).get("causal")) for n in graph.calls())
         turned = self.balance == "zigzag" or (self.balance == "auto" and any(causal))
+        lengths = set(self.lengths)
         for node in list(graph.calls()):
             if not node.users:
                 continue
-            if node.target is aten.convolution.default and self._fits(node, turned):
+            if node.target is aten.convolution.default and self._fits(node, lengths, turned):
                 _forward(graph, node)
-            elif node.target is aten.convolution_backward.default and self._fits(node, turned):
+                if _Kernel.of(node).stride > 1:
+                    lengths.add(_Kernel.of(node).length)  # a sequence as well
+            elif node.target is aten.convolution_backward.default and self._fits(node, lengths, turned):
                 _backward(graph, node)
+            elif node.target in (aten.unfold.default, aten.unfold_backward.default):
+                unfold(graph, node, lengths)
             elif node.target is aten.sum.dim_IntList:
                 self._sum(node)
+        separate_chunks(graph, self.ports)
         join_rows(graph, self.lengths)
         graph.erase_dead()
         return graph
 
-    def _fits(self, node: fx.Node, turned: bool) -> bool:
+    def _fits(self, node: fx.Node, lengths: Collection[int], turned: bool) -> bool:
         args = given(node)
         weight = type_of(args["weight"]).shape
-        if len(weight) != SPACE + 1 or args["stride"] != [1] or args["transposed"]:
+        if len(weight) != SPACE + 1 or args["transposed"]:
             return False
         kernel = _Kernel.of(node)
-        if type_of(kernel.x).shape[SPACE] not in self.lengths:
+        if type_of(kernel.x).shape[SPACE] not in lengths or kernel.length < 1:
             return False
+        if kernel.stride > 1:
+            size = type_of(kernel.x).shape[SPACE]
+            tiled = kernel.length * kernel.stride == size and kernel.x is args["input"] and size in self.lengths
+            return kernel.taps <= MOST_TAPS and (turned or not tiled)
         around = kernel.x is args["input"] and kernel.length == type_of(kernel.x).shape[SPACE]
         return kernel.depthwise or (1 < kernel.taps <= MOST_TAPS and (turned or not around))
 
@@ -98,15 +115,19 @@ class _Kernel:
     groups: int
     depthwise: bool
     by_hand: int  # how much of the padding in front is no padding of the call
+    stride: int = 1
 
     @staticmethod
     def of(node: fx.Node) -> _Kernel:
         args = given(node)
         x, by_hand = _unpadded(args["input"])
         weight, dilation, padding = type_of(args["weight"]).shape, args["dilation"][0], args["padding"][0]
-        length = type_of(args["input"]).shape[SPACE] + 2 * padding - (weight[SPACE] - 1) * dilation
+        length = type_of(args["input"]).shape[SPACE] + 2 * padding - (weight[SPACE] - 1) * dilation - 1
+        length, stride = length // args["stride"][0] + 1, args["stride"][0]
         depthwise = weight[1] == 1 and args["groups"] == weight[0] == type_of(x).shape[1]
-        return _Kernel(x, weight[SPACE], dilation, padding + by_hand, length, args["groups"], depthwise, by_hand)
+        return _Kernel(
+            x, weight[SPACE], dilation, padding + by_hand, length, args["groups"], depthwise, by_hand, stride
+        )
 
     def reads(self, tap: int) -> int:
         return tap * self.dilation - self.padding
@@ -132,6 +153,9 @@ def _forward(graph: Graph, node: fx.Node) -> None:
     args, kernel = given(node), _Kernel.of(node)
     if args.get("bias") is not None:
         return
+    if kernel.stride > 1:
+        _strided(graph, node, kernel, args["weight"])
+        return
     x, weight, window = kernel.x, args["weight"], _window(node, type_of(kernel.x).shape[SPACE])
     if window is None:
         return
@@ -150,18 +174,58 @@ def _forward(graph: Graph, node: fx.Node) -> None:
         assert total is not None
         y = e.cast(total, type_of(node).dtype)
     if cuts is None:
-        node.replace_all_uses_with(y)
+        graph.replace_value(node, y)
         return
     for cut in cuts:
         read = cut.args[0]
         assert isinstance(read, fx.Node)
         if read is node:
-            cut.replace_all_uses_with(y)
+            graph.replace_value(cut, y)
             continue
         e.at = cut  # the bias comes first
         with graph.fx.inserting_before(cut):
             other = next(a for a in read.args if isinstance(a, fx.Node) and a is not node)
-            cut.replace_all_uses_with(e.add(y, other))
+            graph.replace_value(cut, e.add(y, other))
+
+
+def _phases(e: Emit, kernel: _Kernel) -> Phases:
+    taps = [j * kernel.dilation for j in range(kernel.taps)]
+    return Phases(e, type_of(kernel.x).shape, SPACE, taps, kernel.stride, kernel.padding, kernel.length)
+
+
+def _strided(graph: Graph, node: fx.Node, kernel: _Kernel, weight: fx.Node) -> None:
+    """A convolution with a stride: each tap reads one row of each chunk of as many rows."""
+    e, total = Emit(graph, node), None
+    with graph.fx.inserting_before(node):
+        for j, rows in enumerate(_phases(e, kernel).read(kernel.x)):
+            tap = e(aten.slice.Tensor, weight, SPACE, j, j + 1)
+            term = e.wide(e(aten.convolution.default, rows, tap, None, *kernel.options))
+            total = term if total is None else e.add(total, term)
+        assert total is not None
+        graph.replace_value(node, e.cast(total, type_of(node).dtype))
+
+
+def _strided_backward(
+    graph: Graph, node: fx.Node, kernel: _Kernel, mask: list[bool], of_x: fx.Node | None, of_weight: fx.Node | None
+) -> None:
+    e, args = Emit(graph, node), given(node)
+    gradient, weight = args["grad_output"], args["weight"]
+    backs: list[fx.Node] = []
+    parts: list[fx.Node] = []
+    with graph.fx.inserting_before(node):
+        phases = _phases(e, kernel)
+        for j, rows in enumerate(phases.read(kernel.x)):
+            tap = e(aten.slice.Tensor, weight, SPACE, j, j + 1)
+            back, part = _one_tap(graph, e, gradient, rows, tap, kernel, mask)
+            backs += [back] if back is not None else []
+            parts += [part] if part is not None else []
+        if of_x is not None:
+            y = e.cast(phases.joined(backs), type_of(of_x).dtype)
+            for value in [of_x] if kernel.x is args["input"] else list(of_x.users):
+                graph.replace_value(value, y)
+        if of_weight is not None:
+            joined = parts[0] if len(parts) == 1 else e(aten.cat.default, parts, SPACE)
+            graph.replace_value(of_weight, e.cast(joined, type_of(of_weight).dtype))
 
 
 def _window(node: fx.Node, rows: int) -> tuple[int, int, list[fx.Node] | None] | None:
@@ -199,6 +263,9 @@ def _backward(graph: Graph, node: fx.Node) -> None:
     of_x, of_weight, *_ = [*results(node), None, None] if mask[0] and mask[1] else _one_of(node, mask)
     if mask[2] or (of_x is not None and kernel.x is not args["input"] and not _reads_back(of_x, kernel)):
         return
+    if kernel.stride > 1:
+        _strided_backward(graph, node, kernel, mask, of_x, of_weight)
+        return
     start = 0
     if gradient.target is aten.slice_backward.default:
         cut = given(gradient)
@@ -234,10 +301,10 @@ def _backward(graph: Graph, node: fx.Node) -> None:
         if of_x is not None and total is not None:
             y = e.cast(total, type_of(of_x).dtype)
             for value in [of_x] if kernel.x is args["input"] else list(of_x.users):
-                value.replace_all_uses_with(y)
+                graph.replace_value(value, y)
         if of_weight is not None:
             joined = parts[0] if len(parts) == 1 else e(aten.cat.default, parts, SPACE)
-            of_weight.replace_all_uses_with(e.cast(joined, type_of(of_weight).dtype))
+            graph.replace_value(of_weight, e.cast(joined, type_of(of_weight).dtype))
 
 
 def _reads_back(of_x: fx.Node, kernel: _Kernel) -> bool:

@@ -1,0 +1,155 @@
+"""Convolutions with a stride, and windows, along a sequence that ranks have parts of: rows go to where they are read.
+
+Loss and every gradient are those of eager PyTorch, in any layout; what comes of the rows is a sequence of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardc
+from shardc.passes.type_check import type_faults
+from tests.models.test_sequence_scans import VOCAB, WIDTH, assert_equals_eager, compiled
+from tests.models.test_speech import SIZES, STILL
+
+Function = Callable[[Tensor, Tensor], Tensor]
+
+
+class Strided(nn.Module):
+    """Tokens, a function of them and of a weight of three taps, and a loss of what it yields, whose rows differ."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.taps, self.function = nn.Parameter(torch.randn(WIDTH, WIDTH, 3) / 3), function
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        y = self.head(self.function(torch.tanh(self.tokens(ids)), self.taps))
+        weights = torch.arange(y.shape[1]).to(y.dtype)[:, None] + torch.linspace(0, 1, VOCAB, dtype=y.dtype)
+        return (y * weights).pow(2).mean() + 0 * labels.sum()
+
+
+def audio(x: Tensor, w: Tensor) -> Tensor:
+    """Layers like those of wav2vec2: no padding, and each is shorter."""
+    y = F.gelu(F.conv1d(x.mT, w, stride=2))
+    return F.conv1d(F.gelu(F.conv1d(y, w, stride=1)), w[..., :2], stride=2).mT
+
+
+FUNCTIONS: dict[str, Function] = {
+    "padded by hand": lambda x, w: F.conv1d(F.pad(x.mT, (1, 0)), w, stride=2).mT,
+    "as Whisper": lambda x, w: F.conv1d(F.gelu(F.conv1d(x.mT, w, padding=1)), w, stride=2, padding=1).mT,
+    "as wav2vec2": audio,
+    "dilated": lambda x, w: F.conv1d(x.mT, w[..., :2], stride=3, dilation=2, padding=1).mT,
+    "depthwise": lambda x, w: F.conv1d(x.mT, w[:, :1], stride=2, padding=1, groups=WIDTH).mT,
+    "in groups": lambda x, w: F.conv1d(x.mT, w[:, :2], stride=2, groups=2).mT,
+    "rows left out": lambda x, w: F.conv1d(x.mT, w[..., :2], stride=3).mT,
+    "every third row": lambda x, w: F.conv1d(x.mT, w[..., :1], stride=3).mT,
+    "windows": lambda x, w: x.unfold(1, 3, 1).pow(2).mean(-1),
+    "windows that overlap": lambda x, w: (x.unfold(1, 3, 2) * w[0, 0]).sum(-1),
+    "windows side by side": lambda x, w: x.unfold(1, 4, 4).pow(3).mean(-1),
+    "windows apart": lambda x, w: (x.unfold(1, 2, 3) * w[0, 0, :2]).sum(-1),
+}
+LAYOUTS = [("cp=2", 16, "none"), ("cp=4", 17, "none"), ("cp=4", 50, "zigzag"), ("dp=2, cp=2", 19, "zigzag"),
+           ("cp=4", 11, "none"), ("cp=2, tp=2", 18, "none")]  # fmt: skip
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize(("mesh", "length", "balance"), LAYOUTS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_equals_eager(name: str, mesh: str, length: int, balance: str) -> None:
+    torch.manual_seed(0)
+    model = Strided(FUNCTIONS[name]).double()
+    params = {"taps": "tp, -, -"} if "tp" in mesh and "groups" not in name and name != "depthwise" else {}
+    program = compiled(model, length, mesh, context={"balance": balance}, params=params)
+    assert_equals_eager(model, program)
+    assert not type_faults(program.body)
+    if "tp" not in mesh and name != "as wav2vec2":
+        assert {c.kind for c in program.collectives()} <= {"permute", "all_reduce"}
+        assert not [d for d in program.diagnostics if d.severity == "warning"]
+
+
+def test_pooling_and_other_strides_are_right() -> None:
+    """Where windows of a pooling are no tiles, rows are gathered."""
+    pools: list[Function] = [
+        lambda x, w: F.max_pool1d(x.mT, 3, 2).mT,
+        lambda x, w: F.avg_pool1d(x.mT, 2, 2).mT,
+        lambda x, w: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1),
+        lambda x, w: F.conv_transpose1d(x.mT, w, stride=2).mT,
+    ]
+    for function in pools:
+        torch.manual_seed(0)
+        model = Strided(function).double()
+        program = compiled(model, 18, "cp=4")
+        assert_equals_eager(model, program)
+
+
+@pytest.mark.parametrize(
+    "plan", [{"fuse": True, "accumulate": 2}, {"recompute": "full"}, {"precision": "bf16"}], ids=str
+)
+def test_with_other_plans(plan: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Strided(audio) if "precision" in plan else Strided(audio).double()
+    assert compiled(model, 37, "dp=2, cp=2", **plan).verify().ok
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_weight_that_is_trained(stride: int) -> None:
+    """The gradient of a convolution's weight is what the optimizer reads."""
+    torch.manual_seed(0)
+    model = Strided(lambda x, w: F.conv1d(F.pad(x.mT, (1, 0)), w, stride=stride).mT).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ids, labels = torch.randint(0, VOCAB, (2, 4, 17))
+    plan = {"inputs": {"ids": "-, cp", "labels": "-, cp"}}
+    program = shardc.compile(model, {"ids": ids, "labels": labels}, mesh="cp=2", plan=plan, optimizer=optimizer)
+    assert program.verify().ok
+
+
+def test_rows_that_are_infinite_reach_no_other_window() -> None:
+    """A tap that a window does not have is no product with 0."""
+
+    class Marked(Strided):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            x = self.tokens(ids)
+            x = torch.where(torch.arange(x.shape[1])[:, None] == 3, torch.inf, x)
+            y = F.conv1d(x.mT, self.taps, stride=4)  # windows are rows 0 to 2, and 4 to 6
+            return y.pow(2).mean() + 0 * labels.sum()
+
+    torch.manual_seed(0)
+    model = Marked(audio).double()
+    program = compiled(model, 11, "cp=2")
+    assert_equals_eager(model, program)
+
+
+class Encoder(nn.Module):
+    """An encoder of sound with a loss of what it yields."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, sound: Tensor) -> Tensor:
+        y = self.encoder(sound).last_hidden_state
+        return (y * torch.linspace(0, 1, y.shape[-1], dtype=y.dtype)).pow(3).mean()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("mesh", "length"), [("cp=2", 400), ("cp=4", 401)])
+@pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert"])
+def test_encoders_of_sound(kind: str, mesh: str, length: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = SIZES | {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_conv_pos_embeddings": 4}
+    layers = {"conv_dim": [8, 8, 8], "conv_kernel": [10, 3, 2], "conv_stride": [5, 2, 2], "num_feat_extract_layers": 3}
+    config = getattr(transformers, f"{kind}Config")(**sizes | layers, **STILL, feat_extract_norm="layer")
+    torch.manual_seed(0)
+    model = Encoder(getattr(transformers, f"{kind}Model")(config)).double().train()
+    batch = {"sound": torch.randn(2, length, dtype=torch.float64)}
+    program = shardc.compile(model, batch, mesh=mesh, plan={"inputs": {"sound": "-, cp"}})
+    assert_equals_eager(model, program)
+    assert not type_faults(program.body)
+    assert not [c for c in program.collectives() if c.kind == "all_gather" and "feature_extractor" in c.value]
