@@ -89,7 +89,8 @@ FLOORS: list[dict[str, str]] = [
         "shardc.passes": """
             __init__ accumulate attention_keys attention_rows base carried_states communication communication.bucket
             communication.causes communication.combine communication.overlap communication.report_gathers context
-            context.divide_attention context.merge_keys context.pack_parts exchanged_rows fusion fusion.analysis
+            context.attention_times context.divide_attention context.merge_keys context.pack_parts exchanged_rows fusion
+            fusion.analysis
             fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
             fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
             fusion.clustering.batch_norms fusion.clustering.cluster fusion.clustering.cluster_dag

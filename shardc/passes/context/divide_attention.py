@@ -12,7 +12,7 @@ encoder's, of another one.
 
 Needs the wishes of `propagate`; what `merge_keys` has taken is not its own. Ensures: attention says how it is divided,
 in forward and backward alike. `chosen` is what was chosen for each layer, and what each way costs: bytes that a rank
-sends in a microbatch, and the time that it waits for them or computes more than its share, as the hardware says.
+sends in a microbatch, and the time that attention takes beyond a rank's share of its products (`attention_times`).
 """
 
 from __future__ import annotations
@@ -33,24 +33,21 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.attention_keys import SDPA_KEYS
 from shardc.ir.ops.attention_rows import (
-    ALL_KEYS,
     SDPA_HEADS,
     SDPA_HEADS_BWD,
     SDPA_RING,
     SDPA_RING_BWD,
     reach,
-    tiles_at,
 )
 from shardc.ir.ops.attention_sums import wide
-from shardc.ir.ops.attention_tiles import pairs
 from shardc.ir.schema import given
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.base import Pass
+from shardc.passes.context.attention_times import Times
 from shardc.rules.attention_rows import keys_are_rows, rows_text
 from shardc.rules.projection import project
 
 Strategy = Literal["auto", "ring", "all_gather", "all_to_all", "hierarchical"]
-BACKWARD = 2.5  # products of backward for each of forward
 
 
 class Cost(NamedTuple):
@@ -145,86 +142,34 @@ class Ways:
         calls = {user for value in (o, self.lse) if value is not None for user in value.users}
         self.backward = [call for call in calls if call.target is SDPA_BWD]
         self.first = o
+        self.times = Times(graph.mesh, hardware, self.args, self.o, axes, bool(self.backward))
 
     # ------------------------------------------------------------------ what it costs
     def costs(self) -> list[Cost]:
         """Of each strategy."""
         return [self._all_gather(), self._ring(self.axes, "ring"), self._heads(self.axes, "all_to_all"), self._mixed()]
 
-    def _share(self, type: TensorType, axes: Axes) -> int:
-        """Bytes of a rank's part of a value that lies over the axes, or will."""
-        parts = self.mesh.size([axis for axis in axes if axis not in type.axes])
-        return type.local_bytes(self.mesh) // max(1, parts)
-
-    def _keys(self) -> int:
-        return sum(self._share(type, self.axes) for type in (self.k, self.v))
-
     def _runs(self) -> int:
         """How many times keys are sent, and their gradients: forward, and twice in backward."""
         return 3 if self.backward else 1
 
-    def _seconds(self, sent: float, starts: int, axes: Axes) -> float:
-        return sent / self.hardware.bytes_per_second(axes) + starts * self.hardware.collective_start_seconds
-
-    def _products(self) -> tuple[float, float]:
-        """Seconds that the products of forward take, on the rank that has most to do and on average."""
-        heads = math.prod(self._local(self.q, d) for d in range(self.q.ndim - 2))
-        operations = 2 * heads * (self.q.shape[-1] + self.v.shape[-1])
-        rate = self.hardware.bf16_flops_per_second / max(1, self.hardware.bf16_flops(1, self.q.dtype))
-        keys, rows = self.k.shape[-2], self.q.shape[-2]
-        size = self.mesh.size(self.axes)
-        if not self.args["causal"] or not self._countable():
-            each = operations * keys * -(-rows // size) / rate
-            return each, each
-        seen: list[float] = []
-        for rank in self.mesh.group_of(0, self.axes):
-            there = self.mesh.coordinate(rank)
-            text = (rows_text(self.q.dims[-2]), self.axes, ALL_KEYS, True, self.mesh, there, self.window)
-            own, _ = tiles_at(*text, rows_text(self.k.dims[-2]))
-            seen.append(sum(pairs(tile, self.window) for tile in own))
-        return operations * max(seen) / rate, operations * sum(seen) / size / rate
-
-    def _local(self, type: TensorType, dim: int) -> int:
-        return math.prod(atom.local(self.mesh) for atom in type.dims[dim])
-
-    def _countable(self) -> bool:
-        """May axes divide the rows of a causal call so?"""
-        first, *rest = self.q.dims[-2]
-        return set(first.axes) >= {*self.axes} and not any(atom.axes for atom in rest)
-
-    def _more(self) -> float:
-        """Seconds of products that the busiest rank has beyond its share."""
-        most, mean = self._products()
-        return (most - mean) * (1 + BACKWARD * bool(self.backward))
-
     def _all_gather(self) -> Cost:
-        sent = self._runs() * (self.mesh.size(self.axes) - 1) * self._keys()
-        waits = self._seconds(sent, 2 * self._runs(), self.axes) + self._more()
-        return Cost("all_gather", sent, _micro(waits))
+        sent = self._runs() * (self.mesh.size(self.axes) - 1) * self.times.keys
+        return Cost("all_gather", sent, _micro(self.times.all_gather()))
 
-    def _ring(self, axes: Axes, name: str) -> Cost:
-        why = self._no_ring()
-        steps = self._steps(axes) if not why else [1.0] * (self.mesh.size(axes) - 1)
-        keys, (_, products) = self._keys(), self._products()
+    def _ring(self, axes: Axes, name: str, heads: int = 1) -> Cost:
+        if why := self._no_ring():
+            return Cost(name, 0, 0, why)
+        steps: list[float] = [1.0] * (self.mesh.size(axes) - 1)
+        if self.window:  # of those that a rank has, how many travel in each
+            text = rows_text(self.q.dims[-2])
+            rows = int(Blocks.parse(text).local(axes, self.mesh))
+            steps = [length / rows for length in reach(text, axes, self.window, self.mesh).values()]
+        keys = self.times.keys
         # Gradients are sums, and travel as such.
         sums = keys * wide(self.k.dtype).itemsize // self.k.dtype.itemsize
         each = keys + (keys + sums if self.backward else 0)
-        own, waits = products / (len(steps) + 1), 0.0
-        for part in steps:
-            waits += max(0.0, self._seconds(part * keys, 2, axes) - own)
-            if self.backward:
-                waits += max(0.0, self._seconds(part * (keys + sums), 4, axes) - BACKWARD * own)
-        if self.backward and steps:  # gradients are back at their owner when all else is done
-            waits += self._seconds(steps[-1] * sums, 2, axes)
-        return Cost(name, round(sum(steps) * each), _micro(waits + self._more()), why)
-
-    def _steps(self, axes: Axes) -> list[float]:
-        """For each step of a ring that sends keys, how many, as a part of those that a rank has."""
-        if not self.window:
-            return [1.0] * (self.mesh.size(axes) - 1)
-        text = rows_text(self.q.dims[-2])
-        rows = int(Blocks.parse(text).local(axes, self.mesh))
-        return [length / rows for length in reach(text, axes, self.window, self.mesh).values()]
+        return Cost(name, round(sum(steps) * each), _micro(self.times.ring(axes, heads)))
 
     def _no_ring(self) -> str:
         rows, keys = self.q.dims[-2], self.k.dims[-2]
@@ -235,34 +180,30 @@ class Ways:
             return "its keys do not lie as its rows do"
         if self.window and rows != keys:
             return "it has a window, and other keys than its rows"
-        if not self._countable():
+        if not self.times.countable:
             return "axes divide an inner factor of its rows"
         return ""
 
     def _heads(self, axes: Axes, name: str) -> Cost:
-        pieces, size = self._pieces(axes), self.mesh.size(axes)
-        whole, of_keys = self._keys(), self.mesh.size(self._of_keys(pieces))
+        pieces, size, share = self._pieces(axes), self.mesh.size(axes), self.times.share
+        of_keys = self.mesh.size(self._of_keys(pieces))
         # Backward sends the result a second time, for the gradient of the weight that it meets, and gradients.
-        moved = 2 * sum(self._share(type, self.axes) for type in (self.q, self.o)) + self._share(self.o, self.axes)
-        sent, starts = moved * (size - 1) // size, 5
-        gathered = size // of_keys
-        sent += 3 * (gathered - 1) * whole + 2 * gathered * whole * (of_keys - 1) // of_keys
-        starts += (6 if gathered > 1 else 0) + (4 if of_keys > 1 else 0)
+        moved = 2 * (share(self.q) + share(self.o)) + share(self.o)
+        sent, gathered = moved * (size - 1) // size, size // of_keys
+        sent += 3 * (gathered - 1) * self.times.keys + 2 * gathered * self.times.keys * (of_keys - 1) // of_keys
         mask = self.args["mask"]
         if mask is not None and {*type_of(mask).axes} & {*axes}:
             sent += 2 * (size - 1) * type_of(mask).local_bytes(self.mesh)
-            starts += 2
-        if not self.backward:
-            sent, starts = sent // 2, starts // 2
-        count = self._local(self.q, -3) if self.q.ndim > 2 else 1
+        count = math.prod(atom.local(self.mesh) for atom in self.q.dims[-3]) if self.q.ndim > 2 else 1
         why = "" if pieces else f"the heads of a rank, {count}, do not divide by {size}"
-        return Cost(name, sent, _micro(self._seconds(sent, starts, axes)), why)
+        seconds = self.times.heads(axes, of_keys, products=axes == self.axes)
+        return Cost(name, sent if self.backward else sent // 2, _micro(seconds), why)
 
     def _mixed(self) -> Cost:
         if len(self.axes) == 1:
             return Cost("hierarchical", 0, 0, "its rows lie over one axis")
         inner, outer = self.axes[-1:], self.axes[:-1]
-        heads, ring = self._heads(inner, "hierarchical"), self._ring(outer, "hierarchical")
+        heads, ring = self._heads(inner, "hierarchical"), self._ring(outer, "hierarchical", self.mesh.size(inner))
         return Cost("hierarchical", heads.sent + ring.sent, heads.waits + ring.waits, heads.why or ring.why)
 
     # ------------------------------------------------------------------ heads
@@ -328,7 +269,7 @@ def _copied(size: int) -> bool:
 
 
 def _micro(seconds: float) -> int:
-    return math.ceil(seconds * 1e6)
+    return max(0, math.ceil(seconds * 1e6))
 
 
 def _cannot(node: fx.Node, asked: Cost, instead: str) -> Diagnostic:

@@ -35,7 +35,8 @@ from shardc.ir.ops.attention_sums import wide
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, TensorType
 from shardc.passes.base import Pass
-from shardc.passes.context.divide_attention import BACKWARD, Cost, Divided, Strategy, Ways, nothing_divided
+from shardc.passes.context.attention_times import BACKWARD
+from shardc.passes.context.divide_attention import Cost, Divided, Strategy, Ways, nothing_divided
 
 aten = torch.ops.aten
 Keys = Literal["auto", "all_gather", "merge"]
