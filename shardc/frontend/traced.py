@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, fx
@@ -46,3 +46,13 @@ class Traced:
     diagnostics: tuple[Diagnostic, ...] = ()
     written: tuple[str, ...] = ()  # inputs that forward changes in place
     changed_attributes: frozenset[str] = frozenset()  # of the model, by forward itself
+
+    def copy(self) -> Traced:
+        """The same with a graph of its own: to compile one consumes it."""
+        graph, table = fx.Graph(), dict[fx.Node, fx.Node]()
+        returned = graph.graph_copy(self.graph, table)
+        graph.output(returned)
+        inputs = tuple(replace(i, node=table[i.node]) for i in self.inputs)
+        outputs = tuple(replace(o, node=table[o.node]) for o in self.outputs)
+        modules = {name: table[node] for name, node in self.modules.items()}
+        return replace(self, graph=graph, inputs=inputs, outputs=outputs, modules=modules)

@@ -11,11 +11,11 @@ decides, and not what the program took it to be.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import fx
 
 from shardc.compiler.binding import bind, bind_passes
@@ -24,7 +24,7 @@ from shardc.compiler.pass_pipeline import Options, cuts_of
 from shardc.cost.memory import memory as memory_of
 from shardc.frontend.trace import Traced
 from shardc.ir.diagnostic import Diagnostic
-from shardc.ir.graph import Graph, operands, type_of
+from shardc.ir.graph import Graph, type_of
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.passes.sharding.atomize import Atomize
@@ -38,8 +38,6 @@ from shardc.planner.layers import EqualLayers, equal_layers
 from shardc.planner.placement_program import PlacementProgram, Solution
 from shardc.planner.strategies import WHOLE, State
 
-aten = torch.ops.aten
-PRICE = 1e-11  # seconds a byte held: 10 ms a GB
 MOMENTS_BYTES = 8  # that an optimizer holds an element of a parameter
 
 
@@ -70,21 +68,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class _Form:
-    """A condition under which the best placements are looked for."""
+    """A condition under which the best placements are looked for.
+
+    What layers return, the residual stream of a transformer, may lie over the axis in `any` way, or by `positions`, or
+    not (`whole`). Unless in any, its features are never divided, in no other value either: an axis that is put on them
+    in an embedding spreads to all layers, whose norms need them whole.
+    """
 
     why: str
+    residual: Literal["any", "positions", "whole"] = "any"
     whole_products: bool = True
-    sequence: bool = True  # whether what layers return may be annotated
-    tables_by_rows: bool = False  # embedding tables by the vocabulary, or not at all
-    price: float = 0.0
 
 
 FORMS = (
-    _Form("least predicted time"),
-    _Form("least predicted time, tables by rows", tables_by_rows=True),
-    _Form("least predicted time, memory at a price", tables_by_rows=True, price=PRICE),
-    _Form("least predicted time, residual stream whole", sequence=False),
-    _Form("tokens or positions divided as well", whole_products=False),
+    _Form("what layers return divided by position", "positions"),
+    _Form("what layers return whole", "whole"),
+    _Form("any placement of weights", "any"),
+    _Form("any placement of weights, tokens or places of an image divided as well", "any", whole_products=False),
 )
 
 
@@ -100,7 +100,7 @@ def candidate_plans(
 ) -> list[Candidate]:
     """The best placements first. What `pinned` annotates stays as it is. With `memory`, in bytes, candidates that hold
     more come last. Raises ShardcError for a step that cannot be compiled, or a plan that does not fit it."""
-    plan = pinned or Plan()
+    plan, traced = pinned or Plan(), traced.copy()
     options = bind_passes(plan, hardware.on(mesh), Options(verify=False))
     reference = single_device(traced, mesh, options)
     bound = bind(plan, traced, mesh)
@@ -108,7 +108,10 @@ def candidate_plans(
     forms = FORMS if tensor_axes(search.roles) else FORMS[:1]
     tried: dict[str, Candidate] = {}
     for form in forms:
-        annotations, estimate = search.annotations(form)
+        found = search.annotations(form)
+        if found is None:
+            continue
+        annotations, estimate = found
         key = repr(annotations)
         if key not in tried:
             tried[key] = _compiled(traced, reference, plan, mesh, hardware, annotations, estimate, form.why)
@@ -153,46 +156,54 @@ class _Search:
         self.equal: EqualLayers = equal_layers(self.graph)
         self.trained = trained_values(self.graph)
         self.pins = {value: b for b in bound if (value := find_value(self.graph, b)) is not None}
-        self.tables = {operands(n)[0] for n in self.graph.calls_of(aten.embedding.default)}
+        shown = [name for names in self.equal.names for name in names if name and self._is_outermost(name)]
+        self.layers = layer_modules(self.graph, shown)
+        self.residual = {self.graph.activations[name] for name in self.layers}
 
-    def annotations(self, form: _Form) -> tuple[Annotations, float]:
-        """The placements that are best under a condition, and their predicted seconds."""
+    def annotations(self, form: _Form) -> tuple[Annotations, float] | None:
+        """The placements that are best under a condition, and their predicted seconds; None where nothing meets it."""
         divided = Divided(self.graph, self.mesh, self.roles)
         estimate = 0.0
         for axis in tensor_axes(self.roles):
             if self.mesh.size(axis) > 1:
-                estimate = self._divide(divided, axis, form)
+                seconds = self._divide(divided, axis, form)
+                if seconds is None:
+                    return None
+                estimate = seconds
         kept = {"params": set[str](), "inputs": set[str](), "activations": set[str]()}
         for b in self.bound:
             kept.get(f"{b.kind}s", set[str]()).add(b.name)
-        if form.sequence:
-            shown = [name for names in self.equal.names for name in names if name]
-            layers = layer_modules(self.graph, [name for name in shown if self._is_outermost(name)])
-        else:
-            layers = []
-        return annotations_of(divided, kept, layers=layers), estimate
+        return annotations_of(divided, kept, layers=self.layers), estimate
 
     def _is_outermost(self, name: str) -> bool:
         return not any(name.startswith(f"{other}.") for names in self.equal.names for other in names if other)
 
-    def _divide(self, divided: Divided, axis: str, form: _Form) -> float:
+    def _divide(self, divided: Divided, axis: str, form: _Form) -> float | None:
         """Solve the program of one axis, and put it on the atoms that the solution says."""
         size = self.mesh.size(axis)
         batch, experts, graph = divided.batch, divided.experts, self.graph
         inputs = {n for p, n in zip(graph.inputs, graph.placeholders, strict=True) if p.role == "input"}
+        features = divided.features & {
+            divided.classes.of((v, i)) for v in self.residual for i in range(len(type_of(v).atoms))
+        }
         integers = {v for v in inputs if not type_of(v).dtype.is_floating_point}
 
         def offered(value: fx.Node, atom: int) -> bool:
             of = divided.classes.of((value, atom))
             if of in batch or of in experts or axis in divided.axes(value, atom):
                 return False
-            if form.tables_by_rows and value in self.tables and atom > 0:
+            if form.residual != "any" and of in features:
                 return False
             return value not in integers and (value not in inputs or not form.whole_products)
 
         def allowed(value: fx.Node) -> frozenset[State] | None:
-            pin = self.pins.get(value)
-            return None if pin is None else _states(pin, value, axis, offered)
+            if (pin := self.pins.get(value)) is not None:
+                return _states(pin, value, axis, offered)
+            if value not in self.residual or form.residual == "any":
+                return None
+            if form.residual == "whole":
+                return frozenset({WHOLE})
+            return frozenset(i for i in range(len(type_of(value).atoms)) if offered(value, i))
 
         sums = [a for a, role in self.roles.items() if role != "tensor" and self.mesh.size(a) > 1]
         groups = (self.hardware.group_of(self.mesh, tuple(sums)),) if sums else ()
@@ -206,7 +217,9 @@ class _Search:
             groups,
         )
         program = PlacementProgram(graph, axis, costs, self.equal, offered, allowed, form.whole_products)
-        solution = program.solve(form.price)
+        solution = program.solve()
+        if math.isinf(solution.cost):
+            return None
         for value, state in _placed(solution):
             divided.place(value, state, axis)
         return solution.seconds

@@ -48,6 +48,7 @@ class Solution:
 
     states: Mapping[fx.Node, State]
     strategies: Mapping[fx.Node, Strategy]
+    cost: float  # that was minimised: infinite where the conditions cannot be met
     seconds: float
     held: int
     exact: bool
@@ -66,6 +67,8 @@ class PlacementProgram:
     allowed: Allowed = lambda value: None
     whole_products: bool = True
     strategies: dict[fx.Node, list[Strategy]] = field(default_factory=dict[fx.Node, list[Strategy]])
+    wanted: dict[fx.Node, list[State | None]] = field(default_factory=dict[fx.Node, "list[State | None]"])
+    limits: dict[fx.Node, frozenset[State]] = field(default_factory=dict[fx.Node, "frozenset[State]"])
     readers: dict[fx.Node, list[tuple[fx.Node, int]]] = field(default_factory=dict[fx.Node, list[tuple[fx.Node, int]]])
 
     def __post_init__(self) -> None:
@@ -80,12 +83,20 @@ class PlacementProgram:
             for k, value in enumerate(operands(node)):
                 if not info(value).constant:
                     self.readers.setdefault(value, []).append((node, k))
+                    wanted = self.wanted.setdefault(self.equal.of(value), [None])
+                    needs = dict.fromkeys(s.needs[k] for s in self.strategies[node] if s.needs[k] != PENDING)
+                    wanted += [state for state in needs if state not in wanted]
         self.shared = {self.equal.of(v) for v, uses in self.readers.items() if len(uses) > 1}
+        for value in self.graph.values():
+            if (allowed := self.allowed(value)) is not None:
+                first = self.equal.of(value)
+                self.limits[first] = self.limits.get(first, allowed) & allowed
+        self.shared |= self.limits.keys()
 
     # ------------------------------------------------------------------ choices
     def states_of(self, value: fx.Node) -> list[State]:
         """In which a value may be made: by its call, or as a parameter or an input lies."""
-        allowed = self.allowed(value)
+        allowed = self.limits.get(self.equal.of(value))
         if value.op == "placeholder":
             atoms = [i for i in range(len(type_of(value).atoms)) if self.offered(value, i)]
             states = [WHOLE, *atoms]
@@ -95,10 +106,15 @@ class PlacementProgram:
 
     def handed(self, value: fx.Node) -> list[tuple[State, State | None]]:
         """The choices of a shared value: the state it is made in, and the one that it is handed on in besides."""
-        others: list[State | None] = [None, WHOLE, BROADCAST]
-        others += [i for i in range(len(type_of(value).atoms)) if self.offered(value, i)]
-        made = self.states_of(value)
-        return [(m, other) for m in made for other in others if other != m]
+        others = self.wanted[self.equal.of(value)]
+        allowed = self.limits.get(self.equal.of(value))
+
+        def fits(made: State, other: State | None) -> bool:
+            """A pending value that is limited is handed on as it may be."""
+            return made != PENDING or allowed is None or (WHOLE if other == BROADCAST else other) in allowed
+
+        pairs = [(made, other) for made in self.states_of(value) for other in others if other != made]
+        return [pair for pair in pairs if fits(*pair)]
 
     # ------------------------------------------------------------------ the program
     def solve(self, price: float = 0.0) -> Solution:
@@ -194,13 +210,13 @@ class PlacementProgram:
         """Infinite for what a user's plan does not leave to a result."""
         limits = [0.0] * len(strategies)
         for k, value in enumerate(results(node)):
-            allowed = self.allowed(value) if value is not None else None
+            allowed = self.limits.get(self.equal.of(value)) if value is not None else None
             if allowed is not None:
                 limits = [
                     limit if s.makes[k] in allowed or s.makes[k] == PENDING else math.inf
                     for limit, s in zip(limits, strategies, strict=True)
                 ]
-        return limits if any(not math.isinf(x) for x in limits) else [0.0] * len(strategies)
+        return limits
 
     def _handing(self, value: fx.Node, made: State, choice: tuple[State, State | None]) -> float:
         if choice[0] != made:
@@ -209,6 +225,8 @@ class PlacementProgram:
 
     def _reading(self, value: fx.Node, choice: tuple[State, State | None], needed: State) -> float:
         made, other = choice
+        if made == PENDING and other is not None and self.equal.of(value) in self.limits:
+            made = WHOLE if other == BROADCAST else other
         if needed == other or (needed == WHOLE and other == BROADCAST):
             return 0.0
         return self.costs.reshard_seconds(value, made, needed)
@@ -236,7 +254,7 @@ class PlacementProgram:
         of_layers = tuple(
             (len(parts), self._part_seconds(set(parts[0]), states, chosen)) for parts in self.equal.layers
         )
-        return Solution(states, chosen, seconds, held, exact, of_layers)
+        return Solution(states, chosen, cost, seconds, held, exact, of_layers)
 
     def _seconds(self, states: Mapping[fx.Node, State], chosen: Mapping[fx.Node, Strategy]) -> float:
         return self._part_seconds(set(chosen), states, chosen)
