@@ -12,7 +12,7 @@ says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ def least(sizes: Mapping[Variable, int], tables: Sequence[Table]) -> Assignment:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _one_thread() -> Generator[None]:
     """Tables are small: to wake other threads takes longer than the work, 75 times as long where cores are busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

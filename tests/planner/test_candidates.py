@@ -29,9 +29,12 @@ LLAMA = (
 FEW_KEYS = LLAMA.replace("num_key_value_heads=8", "num_key_value_heads=2")
 BERT = (
     "hf:bert?hidden_size=1024&num_attention_heads=16&intermediate_size=4096&vocab_size=30522"
-    "&max_position_embeddings=512&seq=512&batch=16&num_hidden_layers=2"
+    "&max_position_embeddings=512&seq=512&batch=64&num_hidden_layers=2"
 )
-T5 = "hf:t5?d_model=1024&num_heads=16&d_kv=64&d_ff=4096&vocab_size=32128&seq=1024&batch=4&num_layers=2&num_decoder_layers=2"
+T5 = (
+    "hf:t5?d_model=1024&num_heads=16&d_kv=64&d_ff=4096&vocab_size=32128&seq=1024&batch=4&num_layers=2"
+    "&num_decoder_layers=2"
+)
 VIT = (
     "hf:vit?hidden_size=1024&num_attention_heads=16&intermediate_size=4096&image_size=224&patch_size=16&batch=16"
     "&num_hidden_layers=2"
@@ -112,9 +115,12 @@ def traced_target(target: str) -> Traced:
     return trace(loaded.model, loaded.batch, loaded.loss)
 
 
+FLOAT32 = Hardware(fp32_flops_per_second=6e13)  # of products without tensor cores
+
+
 @lru_cache(maxsize=32)
-def candidates_of(target: str, mesh: str) -> list[Candidate]:
-    return candidate_plans(traced_target(target), Mesh.parse(mesh), Hardware(), top=9)
+def candidates_of(target: str, mesh: str, hardware: Hardware = FLOAT32) -> list[Candidate]:
+    return candidate_plans(traced_target(target), Mesh.parse(mesh), hardware, top=9)
 
 
 def params_of(target: str, mesh: str) -> Mapping[str, str]:
@@ -123,7 +129,7 @@ def params_of(target: str, mesh: str) -> Mapping[str, str]:
 
 def by_end(params: Mapping[str, str], **ends: str) -> None:
     for end, text in ends.items():
-        matching = {name: p for name, p in params.items() if name.endswith(f"{end}.weight") or name.endswith(end)}
+        matching = {name: p for name, p in params.items() if name.endswith((f"{end}.weight", end))}
         assert matching, f"{end} is not in {params}"
         assert set(matching.values()) == {text}, matching
 
