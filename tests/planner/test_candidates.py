@@ -28,8 +28,8 @@ LLAMA = (
 )
 FEW_KEYS = LLAMA.replace("num_key_value_heads=8", "num_key_value_heads=2")
 BERT = (
-    "hf:bert?hidden_size=1024&num_attention_heads=16&intermediate_size=4096&vocab_size=30522"
-    "&max_position_embeddings=512&seq=512&batch=64&num_hidden_layers=2"
+    "hf:bert?hidden_size=2560&num_attention_heads=40&intermediate_size=10240&vocab_size=30522"
+    "&max_position_embeddings=512&seq=512&batch=16&num_hidden_layers=2"
 )
 T5 = (
     "hf:t5?d_model=1024&num_heads=16&d_kv=64&d_ff=4096&vocab_size=32128&seq=1024&batch=4&num_layers=2"
