@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shardc.ir.mesh import Mesh
     from shardc.ir.placement import OPEN, P, Placement
     from shardc.plan.schema import Plan
+    from shardc.planner.autoplan import autoplan
+    from shardc.planner.ranking import RankedPlan, Ranking
     from shardc.rules.registry import rule
     from shardc.runtime.execute.data_parts import Parts
     from shardc.runtime.generate.result import Finished, Generated
@@ -52,11 +54,14 @@ __all__ = [
     "Placement",
     "Plan",
     "Program",
+    "RankedPlan",
+    "Ranking",
     "Report",
     "ShardcError",
     "StepResult",
     "Trainer",
     "annotate",
+    "autoplan",
     "compile",
     "meta_parameters",
     "parse",
@@ -77,6 +82,8 @@ _HOMES = {
     "shardc.ir.mesh": "Mesh",
     "shardc.ir.placement": "OPEN P Placement",
     "shardc.plan.schema": "Plan",
+    "shardc.planner.autoplan": "autoplan",
+    "shardc.planner.ranking": "RankedPlan Ranking",
     "shardc.rules.registry": "rule",
     "shardc.runtime.execute.data_parts": "Parts",
     "shardc.runtime.generate.result": "Finished Generated",

@@ -24,6 +24,7 @@ from shardc.cli.left_out import left_out
 from shardc.cli.local_launch import run_processes, state_of, step_inputs
 from shardc.cli.optimizers import check_name, make_optimizer, step_size
 from shardc.cli.pipeline_summary import communication_list, graphs, pipeline_summary, rank_text
+from shardc.cli.prediction import predicted, prediction_data, show_prediction
 from shardc.cli.summary import rank_view, summary, uncounted
 from shardc.cli.targets import Target, load
 from shardc.explain.fusion import asked_of, fusions
@@ -60,6 +61,20 @@ class Asked:
     optimizer: str | None = None  # of optimizers.OPTIMIZERS
     lr: float | None = None  # of the optimizer; None for a default
     mode: str = "train"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What `cost` is to predict: on which hardware, written and compared where."""
+
+    hardware: str | None
+    trace: Path | None = None
+    profile: Path | None = None
+
+    def check(self) -> None:
+        if self.hardware is None and (self.trace or self.profile):
+            message = "--trace and --profile are of a predicted step"
+            raise error("SC105", message, hint="add --hardware h200-nvlink, or the path of a YAML file")
 
 
 @dataclass(frozen=True)
@@ -127,14 +142,19 @@ def explain(asked: Asked, value: str | None, *, kernels: bool, fold: bool | None
         show(kernel_list(program, folds) if kernels else communication_list(program, folds), out())
 
 
-def cost(asked: Asked, *, memory: bool, top: int, fold: bool | None, as_json: bool) -> None:
+def cost(asked: Asked, timed: Timed, *, memory: bool, top: int, fold: bool | None, as_json: bool) -> None:
+    timed.check()
     program, _ = compiled(asked, meta=True)
     diagnose(program.diagnostics)
     report = program.memory() if memory else None
+    prediction = None if timed.hardware is None else predicted(program, timed.hardware, timed.trace)
     if as_json:
-        write_json(plain.program(program) | ({} if report is None else {"memory": plain.memory(report, top)}))
+        data = plain.program(program) | ({} if report is None else {"memory": plain.memory(report, top)})
+        write_json(data | ({} if prediction is None else {"predicted": prediction_data(prediction, timed.profile)}))
         return
     show(_summary(program), out())
+    if prediction is not None:
+        show_prediction(prediction, timed.profile)
     if report is not None:
         listing = f"\n{report.listing(top, fold=_folds(fold))}\n" if top else ""
         typer.echo(f"{report}\n{listing}{uncounted(program)}")

@@ -31,7 +31,8 @@ RUNTIME_CODES = {"SC502", "SC503"}  # a rank died, a collective hung
 EPILOG = (
     "\b\nTARGET is file.py:factory, whose factory() returns (model, batch) or (model, batch, loss);\n"
     "hf:MODEL_TYPE[?key=value&...], built small from its configuration alone; hf:config.json; or a program.json.\n\n"
-    "\b\nExit codes: 0 ok; 1 the program differs from the single device; 2 bad input; 3 a failure while running."
+    "\b\nExit codes: 0 ok; 1 the program differs from the single device, or costs more than its lock;\n"
+    "2 bad input; 3 a failure while running."
 )
 
 
@@ -98,6 +99,13 @@ class Emit(StrEnum):
     dot = "dot"
     triton = "triton"
     html = "html"
+
+
+class Device(StrEnum):
+    """What is measured."""
+
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 TargetText = Annotated[
@@ -211,15 +219,81 @@ def cost(
         bool, typer.Option("--memory", help="What a rank holds: by category, at which call most, and what then.")
     ] = False,
     top: Annotated[int, typer.Option(min=0, help="With --memory: how many of the largest values to list.")] = 10,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Predict the time of a step on it: h200-nvlink, or a YAML file."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --hardware: write the predicted step for ui.perfetto.dev.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --hardware: compare with what trainer.profile() measured.")
+    ] = None,
+    scaling: Annotated[
+        str | None, typer.Option(metavar="tp=1,2,4,8", help="Predict each size; say where the ideal speed-up is lost.")
+    ] = None,
+    bottlenecks: Annotated[
+        bool, typer.Option("--bottlenecks", help="Say what holds the predicted step up, and what to change.")
+    ] = False,
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="80GiB", help="With --bottlenecks: what a rank may hold.")
+    ] = None,
+    node_mtbf: Annotated[
+        float | None,
+        typer.Option(metavar="HOURS", help="Say what failures cost, of nodes that run so long between two."),
+    ] = None,
+    restart_mesh: Annotated[
+        str | None, typer.Option(metavar="dp=7,tp=8", help="With --node-mtbf: the mesh that a job restarts on.")
+    ] = None,
     strict: Strict = False,
     optimizer: Optimizer = None,
     fold: Fold = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a step costs a rank: its work, its communication, and with --memory what it holds."""
+    """Say what a step costs a rank: its work, its communication, what it holds (--memory), its time (--hardware)."""
     from shardc.cli import commands
+    from shardc.cli import scaling as questions
 
-    commands.cost(_asked(target, plan, mesh, strict, optimizer), memory=memory, top=top, fold=fold, as_json=as_json)
+    asked = _asked(target, plan, mesh, strict, optimizer)
+    question = questions.Question(hardware, scaling, bottlenecks, memory_limit, node_mtbf, restart_mesh)
+    if question.asked:
+        questions.answer(asked, question, as_json=as_json)
+    else:
+        timed = commands.Timed(hardware, trace, profile)
+        commands.cost(asked, timed, memory=memory, top=top, fold=fold, as_json=as_json)
+
+
+@app.command(epilog=EPILOG)
+@guarded
+def lock(
+    target: TargetText,
+    plan: PlanText = None,
+    mesh: MeshText = None,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The lockfile.")] = Path("shardc.lock"),
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare with FILE, and fail (exit code 1) where the program costs more.")
+    ] = False,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Predict the step on it: a name, or a YAML file; by --check as FILE says."),
+    ] = None,
+    tolerance: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[KIND=]SHARE",
+            help="With --check: what may grow by how much, as in memory=0.02; of all kinds without one; repeatable.",
+        ),
+    ] = None,
+    mode: ModeText = "train",
+    strict: Strict = False,
+    optimizer: Optimizer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what a step costs to a file to commit, or --check that a change of the model makes it no worse."""
+    from shardc.cli import locking
+
+    asked = _asked(target, plan, mesh, strict, optimizer, mode)
+    locking.lock(asked, output, hardware=hardware, check=check, tolerance=tolerance or [], as_json=as_json)
 
 
 @app.command(epilog=EPILOG)
@@ -340,6 +414,29 @@ def tune(
     from shardc.cli import commands
 
     commands.tune(only, seconds, output, as_json=as_json)
+
+
+@app.command(epilog=EPILOG)
+@guarded
+def calibrate(
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where the YAML goes, instead of stdout.")
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Leave the measurements here, as JSON lines.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Fit these measurements instead of measuring.")
+    ] = None,
+    device: Annotated[Device | None, typer.Option(help="By default GPUs, if there are any.")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks: by default all GPUs, or two on a CPU.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="About how long to measure, once processes run.")] = 120,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine's products, memory, attention and collectives, and write a file of hardware."""
+    from shardc.cli import calibrate as calibration
+
+    calibration.run(output, rows, source, device and device.value, world, seconds, as_json=as_json)
 
 
 @app.command()

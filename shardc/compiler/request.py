@@ -87,6 +87,8 @@ class Request:
     cache: Held = ()
     rows: int = 0
     updates: bool = True  # of a step: else its gradients are returned, as they are
+    traced: Traced | None = None  # the trace of this very call, where there is one
+    checked: bool = True  # whether passes are verified: a planner's estimates run none of what they make
 
     @property
     def trains(self) -> bool:
@@ -141,7 +143,7 @@ def compiled(request: Request) -> Compiled:
     tokens = bind_tokens(plan.loss, call) if trains or plan.loss.tokens in call.names else None
     precision, check_finite = bind_precision(plan)
     with evaluating(model, on=not trains):
-        traced = trace(
+        traced = request.traced or trace(
             model,
             micro,
             request.loss,
@@ -165,6 +167,7 @@ def compiled(request: Request) -> Compiled:
     store, keep = bind_storage(plan.storage, traced, placed)
     options = Options(
         request.strict or plan.strict,
+        verify=request.checked,
         watch=request.watch,
         store=store if request.like is None else store.like(request.like.body, request.cache),
         keep_gathered=keep,

@@ -67,7 +67,8 @@ def _rows(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, coordinate: Ma
     axes = mesh.resolve(a["axes"])
     places = [coordinate] if coordinate is not None else [mesh.coordinate(r) for r in mesh.group_of(0, axes)]
     window = a.get("window", 0)
-    met = (tiles_at(a["rows"], axes, a["step"], a["causal"], mesh, place, window)[0] for place in places)
+    told = (a["rows"], axes, a["step"], a["causal"], mesh)
+    met = (tiles_at(*told, place, window, a.get("keys", ""))[0] for place in places)
     pairs = max(_pairs(tiles, window) for tiles in met)
     return math.prod(a["q"][:-2]) * pairs * (of_keys * a["q"][-1] + of_values * a["v"][-1])
 

@@ -183,6 +183,11 @@ def fusions(program: Program, staged: StagedProgram) -> list[Fusion]:
     return [_fusion(name if len(after) > 1 else "", before[name], after[name], plan.fuse, hardware) for name in after]
 
 
+def why_unfused(program: Program, staged: StagedProgram) -> dict[str, str]:
+    """Why calls are in no kernel, by their names; nothing where the plan asks for none."""
+    return {name: call.why for fusion in fusions(program, staged) for name, call in fusion.stayed.items()}
+
+
 def asked_of(program: Program) -> Fusing:
     """The fusion settings of its plan."""
     return Plan.parse(program.plan.get("text", "")).fuse

@@ -60,7 +60,7 @@ def account_of(graph: Graph, *, overlap: bool, storage_of: dict[fx.Node, Storage
         )
     listed = slotted_calls(graph)
     calls = [call.node for call in listed.calls]
-    actions, added = _with_additions(graph, listed, schedule_of(listed))
+    actions, added = with_additions(graph, listed, schedule_of(listed))
     times = times_of(actions, len(calls))
     input_storages, call_lives = lives(graph, calls, microbatch_nodes, of, times)
     call_lives += buffers_of(graph, times, calls, call_lives)
@@ -72,9 +72,10 @@ def account_of(graph: Graph, *, overlap: bool, storage_of: dict[fx.Node, Storage
     return Account(calls, of, times, input_storages, sorted(call_lives, key=lambda life: life.born), added)
 
 
-def _with_additions(
+def with_additions(
     graph: Graph, listed: SlottedCalls, actions: Sequence[Action]
 ) -> tuple[list[Action], dict[fx.Node, int]]:
+    """The actions, with those that add terms to a pipeline's sums, and at which of them each term is added."""
     terms = {v for port, v in zip(graph.outputs, graph.output_values, strict=True) if port.role == "sum"}
     extended: list[Action] = []
     added: dict[fx.Node, int] = {}

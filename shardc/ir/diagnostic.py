@@ -83,6 +83,8 @@ COMPILER_CODES: dict[str, Code] = {
     "SC230": Code("no-experts", "a plan limits or counts the rows of experts, and no rows are grouped by expert"),
     "SC231": Code("experts-apart", "an axis lies over dim 0 of all weights of experts that are modules of their own"),
     "SC240": Code("context", "a plan says how attention is divided along a sequence, and it cannot be, or is not"),
+    "SC250": Code("nothing-fits", "no plan of a model fits the memory of its ranks"),
+    "SC251": Code("not-plannable", "the planner is asked for ranks, rows or a mesh that there is no plan for"),
     "SC301": Code("no-rule", "an op has no sharding rule"),
     "SC303": Code("rule-misfit", "the sharding rule of an op does not fit a call of the op"),
     "SC401": Code("file-cut-short", "a program file ends before its end, or is no program file"),
@@ -95,6 +97,9 @@ COMPILER_CODES: dict[str, Code] = {
     "SC408": Code("checkpoint-failed", "a checkpoint could not be written or read"),
     "SC409": Code("cannot-write", "a file cannot be written, or its suffix stands for another form"),
     "SC410": Code("false-type", "an instruction of a program yields something else than the program says"),
+    "SC411": Code("no-lockfile", "a lockfile is missing, cannot be read, or is none"),
+    "SC412": Code("other-lock", "a lockfile was written for another program: version, mesh, plan, batch or hardware"),
+    "SC413": Code("tolerance", "a tolerance for comparing with a lockfile is none"),
     "SC501": Code(
         "batch-shape", "a batch has other leaves, shapes, dtypes or Python values than the program was compiled for"
     ),

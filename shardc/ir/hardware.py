@@ -8,6 +8,10 @@ A plan picks one by name, or changes single quantities (`shardc.plan.hardware`).
 the ratios that are derived here; it has no figures of its own. Costs are compared in one unit each: FLOPs of 16-bit
 products that take as long, or bytes over a link inside a node that take as long.
 
+Predictions ask for seconds. Tables refine the quantities: products and attention by shape (`ir.device_rates`), memory
+by size (`ir.curve`), collectives by kind, group and message (`ir.links`). What no table tells follows from the
+quantities.
+
 The default is no machine: it prices all floats alike, and links between nodes as those inside one. So what it leads to
 does not depend on the dtype that a model is tested in, nor on how many ranks a node has.
 """
@@ -15,14 +19,17 @@ does not depend on the dtype that a model is tested in, nor on how many ranks a 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
+from pydantic import Field, ValidationError
 
+from shardc.ir.curve import Points, seconds_at
+from shardc.ir.device_rates import AttentionRate, ProductRate, Table
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
+from shardc.ir.links import Group, Level, collective_seconds, extents_of, sent_share
 from shardc.ir.mesh import Mesh
 
 Number = int | float
@@ -62,18 +69,95 @@ def _whole(default: int, least: int, most: int, *, binary: bool = False) -> int:
     return dataclasses.field(default=default, metadata={"range": Range(least, most, whole=True, binary=binary)})
 
 
+Slowdown = Annotated[float, Field(ge=1, le=100)]
+
+
+class Contention(Table):
+    """How many times as long work takes that runs beside a collective, and a collective beside such work."""
+
+    product: Slowdown = 1.0
+    attention: Slowdown = 1.0
+    memory: Slowdown = 1.0
+    collective: Slowdown = 1.0
+
+
+class Power(Table):
+    """What a limit of power makes of the products' rate over a step: it falls while a device does nothing else, and
+    rises again while it does.
+
+    W / most <= seconds of products = W / sustained - relief * (all other seconds of the step)
+
+    W are their seconds at the rate of `products`. A device that does nothing else reaches the share `sustained` of that
+    rate, and no device more than `most` of it.
+    """
+
+    sustained: Annotated[float, Field(gt=0, le=1)] = 1.0
+    relief: Annotated[float, Field(ge=0, le=10)] = 0.0
+    most: Annotated[float, Field(ge=1, le=10)] = 1.0
+
+    def factor(self, products: float, others: float) -> float:
+        """How many times as long as by the table products take, in a step that has so many seconds of both."""
+        if not products:
+            return 1.0
+        return max(1 / self.most, 1 / self.sustained - self.relief * others / products)
+
+
+class Tables(Table):
+    """What refines the quantities. Of two entries of `products` or `attention` for a dtype the first counts; `memory`
+    has the seconds of an elementwise kernel by the bytes that it reads and writes; `links` begin inside the node."""
+
+    products: tuple[ProductRate, ...] = ()
+    attention: tuple[AttentionRate, ...] = ()
+    memory: Points | None = None
+    links: tuple[Level, ...] = ()
+    contention: Contention = Contention()
+    power: Power = Power()
+
+    def without(self, quantity: str) -> Tables:
+        """The tables that still hold where a quantity has another value: those that it refines do not."""
+        if quantity in DTYPES:
+            rates = {
+                name: tuple(rate for rate in getattr(self, name) if not DTYPES[quantity] & set(rate.dtypes))
+                for name in ("products", "attention")
+            }
+            limit = {"power": Power()} if quantity == "bf16_flops_per_second" else {}
+            return self.model_copy(update=rates | limit)
+        if quantity == "memory_bytes_per_second":
+            return self.model_copy(update={"memory": None})
+        levels = {
+            "link_bytes_per_second": slice(0, 1),
+            "network_bytes_per_second": slice(1, None),
+            "collective_start_seconds": slice(None),
+        }.get(quantity)
+        if levels is None:
+            return self
+        left = self.links[levels]
+        links = [level.changed(series=()) if level in left else level for level in self.links]
+        return self.changed(links=tuple(links))
+
+
+DTYPES = {
+    "bf16_flops_per_second": {"bfloat16", "float16"},
+    "fp32_flops_per_second": {"float32", "complex64"},
+    "fp64_flops_per_second": {"float64", "complex128"},
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """One accelerator, and how it reaches the others. Rates are those that programs reach, for one direction.
 
-    `bf16_flops_per_second` is of products of bfloat16 and float16. `link_bytes_per_second` is what an accelerator sends
-    inside its node, `network_bytes_per_second` what it sends to other nodes. `collective_start_seconds` passes before a
-    collective moves its first byte. `kernel_launch_seconds` is the time of the CPU for one launch,
+    `bf16_flops_per_second` is of products of bfloat16 and float16, `peak_flops_per_second` the data sheet's, which MFU
+    divides by. `link_bytes_per_second` is what an accelerator sends inside its node, `network_bytes_per_second` what it
+    sends to other nodes. `collective_start_seconds` passes before a collective moves its
+    first byte. `kernel_launch_seconds` is the time of the CPU for one launch,
     `kernel_gap_seconds` that of the accelerator between two kernels. `bucket_bytes` are those of a full bucket.
+    `storage_bytes_per_second` is what an accelerator writes to, or reads from, the checkpoints' storage while all do.
     Products whose rows are no multiples of `row_alignment_bytes` take `unaligned_slowdown` times as long at the least.
     """
 
     bf16_flops_per_second: float = _rate(1.024e15)
+    peak_flops_per_second: float = _rate(1.024e15)
     fp32_flops_per_second: float = _rate(1.024e15)
     fp64_flops_per_second: float = _rate(1.024e15)
     memory_bytes_per_second: float = _rate(4e12)
@@ -83,27 +167,42 @@ class Hardware:
     collective_start_seconds: float = _delay(20e-6)
     kernel_launch_seconds: float = _delay(5e-6)
     kernel_gap_seconds: float = _delay(1.05e-6)
+    storage_bytes_per_second: float = _rate(1.25e8)
     bucket_bytes: int = _whole(25 * 2**20, 1, 2**40)
     row_alignment_bytes: int = _whole(16, 2, 256, binary=True)
     unaligned_slowdown: float = dataclasses.field(default=4.0, metadata={"range": Range(1, 100)})
+    tables: Tables = dataclasses.field(default_factory=Tables)
     network_axes: frozenset[str] = frozenset()  # of a mesh, whose groups span nodes: see `on`
 
     def __post_init__(self) -> None:
-        problems = problems_of(self.quantities())
+        problems = problems_of({name: getattr(self, name) for name in RANGES})
         if problems:
             raise ShardcError(*problems.values())
 
     # ------------------------------------------------------------------ its quantities as plain data
-    def quantities(self) -> dict[str, Number]:
-        return {name: getattr(self, name) for name in RANGES}
+    def quantities(self) -> dict[str, Any]:
+        """As a file has them, the tables that it has included."""
+        tables = self.tables.model_dump(mode="json", exclude_defaults=True)
+        return {name: getattr(self, name) for name in RANGES} | tables
 
     @classmethod
     def of(cls, quantities: Mapping[str, Any]) -> Self:
-        """The default with other quantities. Raises ShardcError (SC208) for what is none, or out of its range."""
+        """The default with other quantities and tables. Raises ShardcError (SC208) for what is none, or out of its
+        range."""
         problems = problems_of(quantities)
         if problems:
             raise ShardcError(*problems.values())
-        return cls(**quantities)
+        tables = {name: table for name, table in quantities.items() if name in TABLES}
+        flat = {name: value for name, value in quantities.items() if name not in TABLES}
+        return cls(**flat, tables=Tables.model_validate(tables))
+
+    def changed(self, quantities: Mapping[str, Any]) -> Hardware:
+        """The same with other quantities or tables. A table that refines a quantity which is changed is left out: its
+        figures would contradict it. Raises ShardcError (SC208)."""
+        tables = self.tables
+        for name in quantities:
+            tables = tables.without(name)
+        return self.of({**dataclasses.replace(self, tables=tables).quantities(), **quantities})
 
     # ------------------------------------------------------------------ arithmetic and memory
     @property
@@ -170,49 +269,75 @@ class Hardware:
         return self.bf16_flops_per_second / self.bytes_per_second(axes)
 
     # ------------------------------------------------------------------ seconds, which predictions are made of
-    def product_seconds(self, batch: int, rows: int, columns: int, depth: int, dtype: torch.dtype) -> float:
-        """`batch` products of rows x depth by depth x columns, in one call of the accelerator."""
+    def product_seconds(
+        self, batch: int, rows: int, columns: int, depth: int, dtype: torch.dtype, *, contended: bool = False
+    ) -> float:
+        """`batch` products of rows x depth by depth x columns, in one call of the accelerator; `contended` beside a
+        collective. Where a table tells, they take no less than reading the operands and writing the result does."""
         flops = 2 * batch * rows * columns * depth
-        return self.bf16_flops(flops, dtype) / self.bf16_flops_per_second
+        slowdown = self.tables.contention.product if contended else 1.0
+        rate = next((rate for rate in self.tables.products if _name(dtype) in rate.dtypes), None)
+        if rate is None or not flops:
+            return slowdown * self.bf16_flops(flops, dtype) / self.bf16_flops_per_second
+        computing = rate.seconds(batch, rows, columns, depth, self.memory_bytes_per_second)
+        step = max(1, self.row_alignment_bytes // dtype.itemsize)
+        if dtype.itemsize == 2 and any(extent % step for extent in (rows, columns, depth) if extent > step):
+            computing *= self.unaligned_slowdown
+        moved = batch * (rows * depth + depth * columns + rows * columns) * dtype.itemsize
+        return slowdown * max(computing, self.memory_seconds(moved))
 
-    def attention_seconds(self, flops: int, dtype: torch.dtype, *, backward: bool = False) -> float:
-        """A fused attention that computes so many FLOPs, of keys that are not masked away."""
-        return self.bf16_flops(flops, dtype) / self.bf16_flops_per_second
+    def attention_seconds(
+        self,
+        flops: int,
+        dtype: torch.dtype,
+        *,
+        backward: bool = False,
+        sequence: int = 0,
+        width: int = 0,
+        backend: str = "",
+        contended: bool = False,
+    ) -> float:
+        """A fused attention that computes so many FLOPs, of keys that are not masked away. `sequence` are the keys of a
+        causal one, `width` the elements of a head; `backend` is one of those that the table names."""
+        slowdown = self.tables.contention.attention if contended else 1.0
+        for rate in self.tables.attention:
+            if rate.backward == backward and _name(dtype) in rate.dtypes and backend in ("", rate.backend):
+                return slowdown * rate.seconds(flops, sequence, width)
+        return slowdown * self.bf16_flops(flops, dtype) / self.bf16_flops_per_second
 
-    def memory_seconds(self, size: float) -> float:
+    def memory_seconds(self, size: float, *, contended: bool = False) -> float:
         """A kernel that reads and writes so many bytes."""
-        return size / self.memory_bytes_per_second
+        slowdown = self.tables.contention.memory if contended else 1.0
+        if self.tables.memory is not None:
+            return slowdown * seconds_at(self.tables.memory, size)
+        return slowdown * size / self.memory_bytes_per_second
 
     def group_of(self, mesh: Mesh, axes: Iterable[str]) -> Group:
-        """Where the ranks of a group along these axes are: `self` must know the mesh (`on`)."""
-        axes = tuple(axes)
-        size = mesh.size(axes)
-        if not any(axis.partition(":")[0] in self.network_axes for axis in axes):
-            return Group((size,))
-        members = mesh.group_of(0, axes)
-        nodes = len({rank // self.accelerators_per_node for rank in members})
-        return Group((max(1, size // nodes), nodes))
+        """Where the ranks of a group along these axes are, of the group that spans most of the network."""
+        units = (self.accelerators_per_node, *(level.ranks for level in self.tables.links[1:] if level.ranks))
+        return Group(extents_of(mesh, tuple(axes), units))
 
-    def collective_seconds(self, kind: str, size: float, group: Group) -> float:
+    def collective_seconds(
+        self, kind: str, size: float, group: Group, *, graph: bool = False, contended: bool = False
+    ) -> float:
         """From the moment when all ranks have begun it. `kind` and `size` are those of `ir.collectives`: an all_reduce,
-        all_gather or reduce_scatter of the whole tensor's bytes, an all_to_all or permute of what a rank holds."""
-        k = group.size
-        if k == 1:
+        all_gather or reduce_scatter of the whole tensor's bytes, an all_to_all or permute of what a rank holds;
+        besides, a `send` from one rank to another. `graph`: it is replayed from a CUDA graph; without, what the CPU
+        takes to issue it counts, which alone bounds small ones. `contended`: beside a product."""
+        slowdown = self.tables.contention.collective if contended else 1.0
+        if group.size == 1:
             return 0.0
-        share = {"permute": 1.0, "all_reduce": 2 * (k - 1) / k}.get(kind, (k - 1) / k)
-        rate = self.link_bytes_per_second if len(group.extents) == 1 else self.network_bytes_per_second
-        return self.collective_start_seconds + share * size / rate
+        if self.tables.links:
+            return slowdown * collective_seconds(self.tables.links, kind, size, group, graph, self._untabled)
+        return slowdown * self._untabled(len(group.extents) - 1, kind, size, group.size)
+
+    def _untabled(self, level: int, kind: str, size: float, group: int) -> float:
+        rate = self.network_bytes_per_second if level else self.link_bytes_per_second
+        return self.collective_start_seconds + sent_share(kind, group) * size / rate
 
 
-class Group(NamedTuple):
-    """How a group of ranks lies in the network: (8,) are 8 ranks of a node, (8, 4) 8 in each of 4 nodes, (1, 16) one in
-    each of 16."""
-
-    extents: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.extents)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 RANGES: Mapping[str, Range] = {
@@ -221,11 +346,13 @@ RANGES: Mapping[str, Range] = {
 
 
 def problems_of(quantities: Mapping[str, Any]) -> dict[str, Diagnostic]:
-    """What is wrong with quantities (SC208), by name."""
-    problems: dict[str, Diagnostic] = {}
+    """What is wrong with quantities (SC208), by name; in tables, by the place: `links.0.series.3`."""
+    problems = _problems_of_tables({name: value for name, value in quantities.items() if name in TABLES})
     for name, value in quantities.items():
+        if name in TABLES:
+            continue
         if name not in RANGES:
-            hint = did_you_mean(name, RANGES, "quantities")
+            hint = did_you_mean(name, (*RANGES, *TABLES), "quantities")
             problems[name] = Diagnostic("SC208", f"hardware has no quantity '{name}'", hint=hint)
         elif not RANGES[name].holds(value):
             message = f"'hardware.{name}' should be {RANGES[name]}, not {value!r}"
@@ -235,4 +362,21 @@ def problems_of(quantities: Mapping[str, Any]) -> dict[str, Diagnostic]:
     return problems
 
 
+def _problems_of_tables(tables: Mapping[str, Any]) -> dict[str, Diagnostic]:
+    """The problems of tables by their places: `links.0.series.3`."""
+    try:
+        Tables.model_validate(tables)
+    except ValidationError as wrong:
+        problems: dict[str, Diagnostic] = {}
+        for error in wrong.errors(include_url=False):
+            place = ".".join(map(str, error["loc"]))
+            said = error["msg"].removeprefix("Value error, ")
+            message = f"'hardware.{place}': {said[:1].lower()}{said[1:]}"
+            hint = f"docs/reference/hardware.md says what {error['loc'][0]} has"
+            problems[place] = Diagnostic("SC208", message, hint=hint)
+        return problems
+    return {}
+
+
+TABLES = tuple(Tables.model_fields)
 DEFAULT = Hardware()

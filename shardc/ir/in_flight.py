@@ -20,7 +20,7 @@ from shardc.ir.buckets import reduced_in_place
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.liveness import Life
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, landing
+from shardc.ir.ops.collectives import COLLECTIVES, all_reduce, all_reduce_over, landing
 from shardc.ir.ops.context import Communicator, RankContext, running
 from shardc.ir.ops.exchange import COMBINE_ROWS, ROW_MOVES
 from shardc.ir.overlap_schedule import Times
@@ -64,6 +64,19 @@ def _bound(body: Graph, call: fx.Node) -> Buffers:
     packed = call.target is COMBINE_ROWS or list(members) != sorted(members)  # `dispatch_rows` sends from the front
     held = type_of(args["x"]).local_bytes(mesh)
     return Buffers(held if packed else 0, type_of(call).local_bytes(mesh), False)
+
+
+def copied_bytes(body: Graph, call: fx.Node, layouts: dict[fx.Node, Operand]) -> tuple[int, int]:
+    """What a rank copies for a collective before it begins, and after it has been waited for, in bytes."""
+    args = tuple([frozen(arg, layouts) for arg in given(call).values()])
+    result = type_of(call).local_bytes(body.mesh)
+    if call.target in ROW_MOVES and not given(call).get("capacity"):
+        return _bound(body, call).packed, 0
+    spent = reduced_in_place(call)
+    buffers = _buffers(call.target, args, body.mesh, spent)
+    # The operand of an all_reduce is copied to where its result arrives, unless it is written over.
+    before = buffers.packed + (buffers.arriving if call.target is all_reduce and not spent else 0)
+    return before, 0 if buffers.is_result else result
 
 
 class _Nobody:

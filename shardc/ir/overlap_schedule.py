@@ -7,21 +7,31 @@ A reduction of gradients begins at its place in the program, and the optimizer w
 read at once, so a gather is prefetched: it begins up to `AHEAD` collectives early. At most `IN_FLIGHT` are in flight,
 since each holds its operand and its result; before one more begins, the oldest is waited for.
 
+A reduction of gradients (`sums_gradients`) runs over a process group of its own where other collectives run along the
+same axes: what comes after it does not wait behind it.
+
 The order depends on the body alone, so it is the same on every rank. Executors run by it (`runtime.execute`), and the
 memory report counts by it (`cost.memory`).
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
+from torch import fx
+
 from shardc.ir.call_slots import CallSlots, SlottedCalls
-from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.graph import info
+from shardc.ir.ops.buckets import UNPACK
+from shardc.ir.ops.collectives import COLLECTIVES, all_reduce, reduce_scatter
 
 AHEAD = 8
 IN_FLIGHT = 8
+_PASS_ON = (operator.getitem, UNPACK, torch.ops.aten.view.default)
 
 
 class Action(NamedTuple):
@@ -94,6 +104,20 @@ def schedule_of(listed: SlottedCalls) -> list[Action]:
     """The actions of a whole graph: those of a microbatch, and those of the step."""
     calls = listed.calls
     return [*schedule_overlap(calls, 0, listed.repeated), *schedule_overlap(calls, listed.repeated, len(calls))]
+
+
+def sums_gradients(node: fx.Node) -> bool:
+    """Is this a reduction whose result nothing reads before the optimizer, or the end of the step?"""
+    if node.target not in (all_reduce, reduce_scatter):
+        return False
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.target in _PASS_ON:
+                todo.append(user)
+            elif user.op != "output" and info(user).phase != "opt":
+                return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from shardc.partition.memory_walk import Ranks
 from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.instructions import RunBody, instruction_text
 
+MOST_NUMBERS = 4  # of ranks that a table lists one by one
+
 
 @dataclass(frozen=True)
 class Coordinate:
@@ -158,4 +160,13 @@ def _coordinate(program: StagedProgram, c: int, early: bool) -> Coordinate:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+    """`0, 1`, `0 to 7, 16 to 23`: of many runs the first few."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > MOST_NUMBERS else ", ".join(map(str, run)) for run in runs]
+    more = f" and {len(runs) - MOST_NUMBERS} more runs" if len(runs) > MOST_NUMBERS + 1 else ""
+    return ", ".join(texts[: MOST_NUMBERS if more else None]) + more

@@ -56,6 +56,14 @@ class ListCounterNames:
         return index >= len(instructions) or (not call and isinstance(instructions[index], (*TRANSFER, *COLLECTIVE)))
 
 
+def runner_of(instruction: Instruction) -> str:
+    """Which instruction of a list runs a call, the same for all microbatches: `Forward 2`; "" for a body's."""
+    if isinstance(instruction, RunBody):
+        return ""
+    words = instruction_text(instruction).partition(",")[0].partition("#")[0].split()
+    return " ".join(words[:2] if isinstance(instruction, (*STAGE_WORK, ReduceGrads, *TRANSFER)) else words[:1])
+
+
 def graphs_of(program: StagedProgram, c: int, instruction: Instruction) -> list[Graph]:
     """The graphs that an instruction runs on a coordinate of the pipeline's axis, in order."""
     if isinstance(instruction, Gather):

@@ -35,8 +35,8 @@ from shardc.ir.ops.attention_rows import (
     reach,
 )
 from shardc.ir.schema import given
-from shardc.ir.types import TensorType
-from shardc.rules.attention_rows import rows_text
+from shardc.ir.types import Axes, TensorType
+from shardc.rules.attention_rows import keys_are_rows, rows_text
 from shardc.rules.halo import with_rows
 
 Declared = Sequence[TensorType | None]
@@ -131,16 +131,33 @@ def rows_faults(node: fx.Node, mesh: Mesh) -> list[str]:
         some = with_rows(type_of(args["k"]), type_of(args["k"]).ndim - 2, length, axes, mesh).dims[-2]
         if keys != [some, some]:
             return [f"has other keys than the {length} of a rank that its window reaches, in {type_of(args['k'])}"]
+    elif args.get("keys", ""):
+        if wrong := _other_keys_fault(args, axes):
+            return [wrong]
     elif keys != [rows, rows]:
         return [f"is a step of a ring whose keys lie as {type_of(args['k'])}, and its rows as {type_of(args['q'])}"]
     return ring_faults(node, mesh)
 
 
+def _other_keys_fault(args: Mapping[str, Any], axes: Axes) -> str:
+    """What is false of the keys of a ring that are others than its rows."""
+    q, k, v = (type_of(args[name]) for name in ("q", "k", "v"))
+    dim = k.dims[-2]
+    size = dim[0].size if dim else 1
+    if [atom.axes for atom in dim] != [axes] or v.dims[-2] != dim or (isinstance(size, Blocks) and size.copied):
+        return f"takes keys to lie over {'.'.join(axes)}, in {k} and {v}"
+    if rows_text(dim) != args["keys"]:
+        return f"takes its keys to be {args['keys']}, in {k}"
+    if args.get("window", 0):
+        return "has a window, and other keys than its rows"
+    return f"takes its keys for others, and they lie as {q}" if keys_are_rows(q, k) else ""
+
+
 def own_keys(node: fx.Node, types: Sequence[TensorType | None], of: Sequence[str]) -> tuple[TensorType | None, ...]:
-    """The types of a call's operands or results, where those of a few keys of another rank are as those of a rank's own
-    keys: so they are in the call that a step stands for."""
+    """The types of a call's operands or results, where those of a few keys of another rank, or of other keys than its
+    rows, are as those of keys of a rank's own rows: so they are in the call that a step stands for."""
     args = given(node)
-    if not args.get("window", 0) or args["step"] <= 0:
+    if not args.get("keys", "") and (not args.get("window", 0) or args["step"] <= 0):
         return tuple(types)
     rows = type_of(args["q"]).dims[-2]
     return tuple(

@@ -39,6 +39,7 @@ from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SUM_K
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.ops.local import told
+from shardc.ir.ops.pick import PICK_ROWS, PLACE_ROWS
 from shardc.ir.ops.scan_parts import SCAN_PART
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
@@ -62,6 +63,7 @@ from shardc.passes.scan_parts import stands_for as scan_of
 from shardc.passes.sharding.lower_reshards import transposition
 from shardc.passes.shifted_rows import SHIFT_FAULTS
 from shardc.rules.notation import Dims, RuleError
+from shardc.rules.pick import pick_faults
 from shardc.rules.projection import Projection, overlay
 from shardc.rules.registry import MASKS, OpRule, find_rule, fit_call, notation_of
 from shardc.rules.window import WINDOWED
@@ -89,6 +91,8 @@ def placement_faults(node: fx.Node, result_types: Sequence[TensorType | None], m
     read = tuple(_own(value) if node.target is aten.sub.Tensor else type_of(value) for value in operands(node))
     if node.target in WINDOWED and (plain := plain_call(node, mesh)) is not None:
         return [plain] if isinstance(plain, str) else _windowed_faults(node, plain, read, result_types, mesh)
+    if node.target in (PICK_ROWS, PLACE_ROWS) and (wrong := pick_faults(node, result_types)):
+        return wrong
     if node.target in (*WHOLE, *ASKED) and (wrong := uncounted(node)):
         return wrong
     if not any(t.axes or t.partial for t in (*read, *result_types) if t is not None):

@@ -51,6 +51,7 @@ from shardc.ir.schema import given
 from shardc.ir.types import Axes, Dim, TensorType
 from shardc.rules.halo import with_rows
 from shardc.rules.local import LocalCall
+from shardc.rules.notation import Dims
 from shardc.rules.projection import Projection
 from shardc.rules.registry import by_block
 
@@ -73,13 +74,20 @@ def rows_text(dim: Dim) -> str:
     return str(Blocks(replace(block, unit=block.unit * inner) for block in parts))
 
 
+def keys_are_rows(q: Dims | TensorType, k: Dims | TensorType) -> bool:
+    """Of a ring, are there as many keys as rows, and is neither or are both in blocks? Else only axes are the same."""
+    return q.shape[-2] == k.shape[-2] and (q.ndim - 2 in q.in_blocks) == (k.ndim - 2 in k.in_blocks)
+
+
 def unfit(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh: Mesh) -> set[int]:
-    """Pieces of rows that axes cannot divide so: of a causal call or a ring any but the first, of a causal call with
-    more keys than rows or fewer all, and of a call that divides heads along an axis, rows along that axis."""
+    """Pieces of rows that axes cannot divide so: of a causal call or a ring any but the first; of a causal call that is
+    no ring, and has more keys than rows or fewer, all; of a call that divides heads along an axis, rows along that one.
+    """
     args, pieces = given(node), [piece for piece in row_pieces(projection) if split.get(piece)]
-    if args["causal"] and type_of(args["q"]).shape[-2] != type_of(args["k"]).shape[-2]:
+    ring = node.target in RINGS
+    if args["causal"] and not ring and type_of(args["q"]).shape[-2] != type_of(args["k"]).shape[-2]:
         return {*pieces}
-    others = {*pieces} - {*row_pieces(projection)[:1]} if args["causal"] or node.target in RINGS else set[int]()
+    others = {*pieces} - {*row_pieces(projection)[:1]} if args["causal"] or ring else set[int]()
     return others | {piece for piece in pieces if {*split[piece]} & {*args.get("heads", ())}}
 
 
@@ -92,13 +100,17 @@ class _Rows:
         self.type = call.operands[q]
         self.ring = call.node.target in RINGS
         self.text, self.window = rows_text(self.type.dims[-2]), call.args["window"]
+        keys = call.operands[q + 1]
+        # Of a ring with other keys than its rows, how these lie.
+        self.keys = rows_text(keys.dims[-2]) if self.ring and not keys_are_rows(self.type, keys) else ""
 
     @property
     def by_rows(self) -> bool:
         return bool(self.axes) and (self.ring or self.args["causal"])
 
     def told(self, step: int, last: bool) -> tuple[Any, ...]:
-        return (self.text, list(self.axes), step, last, *([self.window] if self.window else []))
+        more = [self.window, self.keys] if self.keys else [self.window] if self.window else []
+        return (self.text, list(self.axes), step, last, *more)
 
     def moved(self, value: fx.Node, places: int = 1) -> fx.Node:
         """What the rank so many places before has of a value."""

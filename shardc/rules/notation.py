@@ -12,8 +12,9 @@ legality, pending sums, local shapes, communication.
 `sections` say that factors are sections of another one: `("n", 4, "p")` that `p` is `n` from its 4th element on. Both
 are whole, unless the atom that `n` is has blocks that `p` is made of (see `ir.blocks`): an axis on `n` is then on `p`.
 
-`following=(("t", "c"),)`: the axes on `t` are on `c` too, as where `c` has one element for each of so many of `t`; each
-is one atom, and not of blocks, or both are whole.
+`following=(("t", "c"),)`: the axes on `t` are on `c` too, as where `c` has one element for each of so many of `t`, or
+rows of `t` meet those of `c` in turns; each is one atom, and of blocks only where the op runs by block, or both are
+whole.
 
 Ragged dims (see `ir.types`) stand behind a semicolon; a rule that names none is of tensors without, or goes row by row:
 `divided` gives the ragged dims of its operands to its results.

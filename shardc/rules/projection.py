@@ -130,7 +130,7 @@ def _overlay(rule: FactorRule, atom_sizes: tuple[AtomSizes, ...]) -> Projection:
     following = [pair for pair in rule.following if all(name in split for name in pair)]
     for pair in following:
         runs = [split[name] for name in pair]
-        if blocked.intersection(pair) or any(len(run) != 1 or isinstance(run[0], Blocks) for run in runs):
+        if blocked.intersection(pair) or any(len(run) != 1 or _in_parts(rule, run[0]) for run in runs):
             blocked.update(pair)
     names: list[str] = []
     sizes: list[int] = []
@@ -180,6 +180,11 @@ def _blocks_fail(rule: FactorRule, factor: str, blocks: Blocks) -> bool:
     """
     results = [any(factor in dim for dim in labels) for labels in rule.results]
     return rule.counted(factor) or (blocks.copied and factor in rule.reduces and any(results))
+
+
+def _in_parts(rule: FactorRule, size: int) -> bool:
+    """Is an atom made of blocks, of which ranks of another atom with the same axes need not have the same share?"""
+    return isinstance(size, Blocks) and (size.copied or not rule.by_block)
 
 
 def _tied(

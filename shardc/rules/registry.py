@@ -64,7 +64,8 @@ class OpRule:
     kind: Literal["compute", "view", "create", "pointwise"] = "compute"
     exact: bool = True  # False: shards agree with the whole only up to rounding of a different algorithm
     ragged: bool = False  # its notation names the ragged dims of its tensors
-    padding: Literal["zero", "largest"] = "zero"  # what its sums do not notice: 0, or a value that no bin holds
+    # What its sums do not notice: 0, a value that no bin holds, or all padding, which it does not read.
+    padding: Literal["zero", "largest", "unread"] = "zero"
     unfit: Unfit | None = None  # of pieces that the notation leaves free, those that a mesh does not fit
 
 
@@ -97,7 +98,7 @@ def rule(
     localize: Localize | None = None,
     kind: Literal["compute", "view", "create", "pointwise"] = "compute",
     ragged: bool = False,
-    padding: Literal["zero", "largest"] = "zero",
+    padding: Literal["zero", "largest", "unread"] = "zero",
     unfit: Unfit | None = None,
 ) -> Any:
     """Register one rule for an op or several. With `text`, at once; without, as a decorator of a rule function."""

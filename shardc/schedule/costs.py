@@ -7,12 +7,23 @@ Any unit of time works if all fields use the same one. In `Costs.unit(8)` every 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from shardc.ir.plain import listed
-from shardc.schedule.instructions import Backward, Compute, Dgrad, Forward, Gather
+from shardc.schedule.instructions import (
+    COMPUTE,
+    Backward,
+    Compute,
+    Dgrad,
+    Forward,
+    Gather,
+    Instruction,
+    Optimizer,
+    ReduceGrads,
+    Send,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,16 @@ class Costs:
     def transfer_seconds(self, size: int) -> float:
         return self.latency + size / self.bandwidth
 
+    def seconds(self, rank: int, i: Instruction) -> float:
+        """How long an instruction of a rank's list takes; a Send, how long its transfer does."""
+        if isinstance(i, COMPUTE):
+            return self.work_seconds(i)
+        if isinstance(i, Gather):
+            return self.gather_seconds(i)
+        if isinstance(i, Send):
+            return self.transfer_seconds(i.bytes)
+        return self.optimizer if isinstance(i, Optimizer) else self.reduce if isinstance(i, ReduceGrads) else 0.0
+
     def to_plain(self) -> dict[str, Any]:
         """Fields at their defaults are left out, because JSON has no infinity."""
         plain, defaults = asdict(self), asdict(Costs(()))
@@ -80,3 +101,20 @@ class Costs:
         if any(isinstance(n, bool) or not isinstance(n, int | float) or n != n for n in numbers):
             raise ValueError("a cost is no number")
         return cls(tuple(StageCost(**stage) for stage in stages), **more)
+
+
+class InstructionCosts(Costs):
+    """Costs that tell the seconds of each rank's instructions, such as a prediction's; the other fields are for
+    searches. `of` gives those of a rank's instruction. Collectives along other axes than the pipeline's take their
+    place among a rank's work, as in the executor; by plain costs they run beside it."""
+
+    of: Callable[[int, Instruction], float]
+
+    @classmethod
+    def given(cls, costs: Costs, of: Callable[[int, Instruction], float]) -> InstructionCosts:
+        made = cls(**{field.name: getattr(costs, field.name) for field in fields(costs)})
+        object.__setattr__(made, "of", of)
+        return made
+
+    def seconds(self, rank: int, i: Instruction) -> float:
+        return self.of(rank, i)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from itertools import accumulate
 
 from shardc.ir.diagnostic import error
-from shardc.schedule.costs import Costs
+from shardc.schedule.costs import Costs, InstructionCosts
 from shardc.schedule.instructions import (
     COLLECTIVE,
     COMPUTE,
@@ -55,6 +55,7 @@ class _ReplayState:
 
     def __init__(self, lists: RankLists, costs: Costs) -> None:
         self.pipeline, self.costs = lists.pipeline, costs
+        self.in_line = isinstance(costs, InstructionCosts)
         ranks = range(len(lists.ranks))
         self.events: list[TimelineEvent] = []
         self.work_end = [0.0 for _ in ranks]  # by rank: when its compute so far ends
@@ -81,15 +82,17 @@ class _ReplayState:
             return False
         start = max([self.work_end[rank], *(available_from[value] for value in reads)])
         if isinstance(i, COMPUTE):
-            self.work_end[rank] = end = start + self.costs.work_seconds(i)
+            self.work_end[rank] = end = start + self.costs.seconds(rank, i)
             self.events.append(TimelineEvent(rank, i, start, end))
             for value in makes:
                 available_from[value] = end
         elif isinstance(i, Send):
             self._send(rank, i, start)
         elif isinstance(i, Gather):
-            self.collective_end[rank] = end = max(start, self.collective_end[rank]) + self.costs.gather_seconds(i)
-            self.events.append(TimelineEvent(rank, i, end - self.costs.gather_seconds(i), end))
+            self.collective_end[rank] = end = max(start, self.collective_end[rank]) + self.costs.seconds(rank, i)
+            if self.in_line:
+                self.work_end[rank] = end
+            self.events.append(TimelineEvent(rank, i, end - self.costs.seconds(rank, i), end))
             for value in makes:
                 available_from[value] = end
         elif isinstance(i, COLLECTIVE):
@@ -101,7 +104,7 @@ class _ReplayState:
     def _send(self, rank: int, i: Send, ready: float) -> None:
         value, link = (i.value, i.microbatch), (rank, i.peer)
         start = max(ready, self.link_end[link])
-        end = start + self.costs.transfer_seconds(i.bytes)
+        end = start + self.costs.seconds(rank, i)
         self.link_end[link] = self.available_from[i.peer][value] = end
         self.sending_until[rank][value] = max(end, self.sending_until[rank].get(value, 0.0))
         self.events.append(TimelineEvent(rank, i, start, end))
@@ -113,10 +116,12 @@ class _ReplayState:
         if members is None:
             return
         start = max(members.values())
-        end = start + self.costs.reduce
+        end = start + max(self.costs.seconds(member, i) for member in members)
         for member in members:
             self.pending_collectives[member] -= 1
             self.collective_end[member] = end
+            if self.in_line and len(members) == 1:
+                self.work_end[member] = end
             self.events.append(TimelineEvent(member, i, start, end))
 
     def _optimizer(self, rank: int, i: Optimizer) -> bool:
@@ -127,7 +132,7 @@ class _ReplayState:
         if len(members) < len(i.group):
             return False
         start = max(members.values())
-        self.work_end[rank] = end = start + self.costs.optimizer
+        self.work_end[rank] = end = start + self.costs.seconds(rank, i)
         if end > start:
             self.events.append(TimelineEvent(rank, i, start, end))
         return True

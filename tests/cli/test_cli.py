@@ -328,7 +328,8 @@ def test_the_surface_is_frozen(golden: Golden) -> None:
 def test_help_documents_exit_codes(command: str) -> None:
     ran = shardc_cli(*filter(None, [command]), "--help")
     assert ran.code == 0
-    assert "Exit codes: 0 ok; 1 the program differs from the single device; 2 bad input; 3 a failure while" in ran.out
+    assert "Exit codes: 0 ok; 1 the program differs from the single device, or costs more than its lock;" in ran.out
+    assert "2 bad input; 3 a failure while running." in ran.out
 
 
 # ---------------------------------------------------------------------- evaluation

@@ -22,12 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 from shardc.ir.arena import planned
 from shardc.ir.graph import Graph, type_of
+from shardc.ir.group_axes import axes_used
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.overlap import begin
 from shardc.runtime.execute.prepared_code import CodeLine, _wait_into
-from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
+from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 
 CPU = torch.device("cpu")
 Key = tuple[str, int]  # what a line does (run, begin, wait), and the number of its call

@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, type_of
+from shardc.ir.group_axes import axes_used
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
 from shardc.partition.staged_program import one_stage
 from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.layout import shard
-from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
+from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 from shardc.runtime.oracle.simulate import simulate
 from shardc.runtime.train.trainer import Trainer, launch
 from tests.handmade import Builder, mlp, mlp_inputs

@@ -40,7 +40,7 @@ def test_a_file_is_known_by_its_name(path: Path) -> None:
     assert chosen.hardware.value == files.read_file(path)
     assert Plan.parse(chosen.dump()) == chosen
     assert Plan.parse(chosen.self_contained().dump()).hardware.value == chosen.hardware.value
-    assert path.stem not in chosen.self_contained().dump()
+    assert path.stem == "default" or path.stem not in chosen.self_contained().dump()
 
 
 def test_a_wheel_brings_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +55,8 @@ def test_a_wheel_brings_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (info / "RECORD").write_text("".join(f"../../{INSTALLED}/{path.name},,\n" for path in FILES))
     monkeypatch.setattr(packaged, "distribution", lambda name: PathDistribution(info))
     monkeypatch.setattr(packaged, "REPOSITORY", tmp_path / "none")
-    assert files.names() == [path.stem for path in FILES]
-    assert files.named("h200") == files.read_file(ROOT / "configs/hardware/h200.yaml")
+    assert set(files.names()) == {path.stem for path in FILES} | set(files.ALIASES)
+    assert files.named("h200") == files.read_file(ROOT / "configs/hardware/h200-nvlink.yaml")
 
 
 @pytest.mark.parametrize("text", ["a: {", "- 1", "memory_bytes_per_second: fast", "memory: 4e12", "\0"])
@@ -65,7 +65,8 @@ def test_what_is_no_file_of_hardware_is_refused(tmp_path: Path, text: str) -> No
     path.write_text(text)
     with pytest.raises(ShardcError) as caught:
         files.read_file(path)
-    assert (caught.value.code, caught.value.diagnostics[0].location) == ("SC208", str(path))
+    assert caught.value.code == "SC208"
+    assert (caught.value.diagnostics[0].location or "").startswith(str(path))
 
 
 # ---------------------------------------------------------------------- plans

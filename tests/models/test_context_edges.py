@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardc
+from shardc.ir.ops.pick import PICK_ROWS
 from shardc.ir.text import print_graph
 from shardc.passes.type_check import type_faults
 from tests.models.test_context import Attention, exact
@@ -109,3 +110,45 @@ def test_a_sequence_of_one_row(causal: bool) -> None:
     """As where a token is decoded."""
     plan = {"mesh": "dp=2", "inputs": {"x": "dp"}}
     exact(shardc.compile(Attention(4, 2, 4, causal=causal), torch.randn(2, 1, 16), plan=plan))
+
+
+# ---------------------------------------------------------------------- a few rows
+class LastRows(nn.Module):
+    """Causal attention, of which the last rows are read alone, as a section or one row by its number."""
+
+    def __init__(self, count: int, alone: bool) -> None:
+        super().__init__()
+        self.attend, self.head, self.count, self.alone = nn.Linear(8, 24), nn.Linear(8, 5), count, alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.attend(x).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(x[:, -self.count] if self.alone else x[:, -self.count :]).square().mean()
+
+
+@pytest.mark.parametrize("balance", ["none", "zigzag"])
+@pytest.mark.parametrize(("count", "alone"), [(1, True), (1, False), (3, False), (4, True)])
+@pytest.mark.parametrize("length", [16, 17])
+def test_rows_that_are_picked_are_all_that_is_sent(length: int, count: int, alone: bool, balance: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, length, 8, dtype=torch.float64)
+    plan = {"mesh": "cp=4", "inputs": {"x": "-, cp, -"}, "context": {"attention": "ring", "balance": balance}}
+    program = shardc.compile(LastRows(count, alone).double(), {"x": x}, plan=plan)
+    exact(program)
+    moved = [c for c in program.collectives() if c.kind != "permute" and not c.value.startswith(("attend", "head"))]
+    rows = 1 if alone else count
+    assert [(c.kind, c.phase, c.bytes_per_rank) for c in moved if c.phase == "fwd"] == [
+        ("all_reduce", "fwd", 2 * 3 * 2 * rows * 8 * 8 // 4)
+    ]
+    assert not [c for c in moved if c.phase == "bwd" and c.kind != "all_reduce"], moved
+    assert not [d for d in program.diagnostics if d.code == "SC203" and "in zigzag" not in d.message]
+
+
+def test_a_rank_that_takes_other_rows_is_refused() -> None:
+    plan = {"mesh": "cp=4", "inputs": {"x": "-, cp, -"}, "context": "ring"}
+    for name, at, value in (("rows", 4, "15"), ("axes", 5, []), ("start", 2, 16)):
+        program = shardc.compile(LastRows(1, True), {"x": torch.randn(2, 16, 8)}, plan=plan)
+        (pick,) = [node for node in program.body.calls() if node.target is PICK_ROWS]
+        assert not type_faults(program.body)
+        pick.args = (*pick.args[:at], value, *pick.args[at + 1 :])
+        assert type_faults(program.body), name

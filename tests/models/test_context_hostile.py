@@ -80,6 +80,9 @@ def of_rows(name: str, body: Callable[[Host, Tensor], Tensor]) -> None:
 # ---------------------------------------------------------------------- one row, some rows, all rows as one
 of_state("last_row", lambda m, x: x[:, -1])
 of_state("first_row", lambda m, x: x[:, 0])
+of_state("last_row_as_a_section", lambda m, x: x[:, -1:])
+of_state("some_rows", lambda m, x: x[:, 2:5] * x[:, -3:])
+of_state("rows_beside_all_rows", lambda m, x: x * x[:, 3:4] - x[:, -2, None])
 of_state("mean_over_rows", lambda m, x: x.mean(1))
 of_state("greatest_of_rows", lambda m, x: x.amax(1))
 of_state("median_of_rows", lambda m, x: x.median(1).values)
@@ -294,7 +297,7 @@ def plan_of(mesh: str, balance: str) -> dict[str, Any]:
     return {"mesh": mesh, "inputs": dict.fromkeys(("ids", "labels"), placed), "context": {"balance": balance}}
 
 
-@pytest.mark.sampled(34)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("balance", ["zigzag", "none"])
 @pytest.mark.parametrize(("mesh", "length"), [("cp=2", 16), ("cp=4", 17), ("dp=2, cp=2", 18)])
 @pytest.mark.parametrize("name", CASES)

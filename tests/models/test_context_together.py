@@ -140,9 +140,9 @@ class Scored(Host):
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str, ignored: str, balance: str, accumulate: int, mesh: str, length: int) -> None:
     torch.manual_seed(0)
-    batch = tokens(length)
+    batch = tokens(length, 4 * accumulate)
     batch["labels"][:, IGNORED[ignored](length)] = -100
-    batch["given"] = torch.rand(4, length).double() * (batch["labels"] != -100)
+    batch["given"] = torch.rand(4 * accumulate, length).double() * (batch["labels"] != -100)
     plan = plan_of(mesh, balance)
     plan["inputs"]["given"] = plan["inputs"]["ids"]
     if "pp" in mesh:

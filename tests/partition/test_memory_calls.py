@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.graph import type_of
+from shardc.ir.group_axes import axes_used
 from shardc.partition.cut import cut
 from shardc.partition.memory import memory
 from shardc.partition.staged_program import StagedProgram, scheduled
@@ -24,7 +25,7 @@ from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.microbatches import Feed, feeds
 from shardc.runtime.execute.peer_groups import PeerGroups, ranks_of_position
-from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
+from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 from shardc.runtime.oracle.simulate import sharded
 from shardc.schedule.lists import split_batches
 from tests.cost.rank_meter import Allocated, Key, fake_job, metered

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "zero-2 bf16": (DP | {"storage": {"zero": 2, "axes": ["dp"]}, "precision": "bf16"}, 58, 8, 10),
     "zero-3": (DP | {"storage": {"zero": 3, "axes": ["dp"]}}, 77, 13, 25),
     "tp": ({"mesh": "dp=2,tp=2", "params": TP}, 41, 15, 15),
-    "accumulate tokens": (DP | {"accumulate": 2, "loss": LABELS}, 30, 4, 5),
+    "accumulate tokens": (DP | {"accumulate": 2, "loss": LABELS}, 30, 3, 5),
     "recompute clip": (DP | {"recompute": "full", "clip_grad_norm": 0.1}, 30, 4, 5),
     "fuse bf16 zero-3": (
         DP | {"storage": {"zero": 3, "axes": ["dp"]}, "precision": "bf16", "fuse": True, "clip_grad_norm": 0.1},

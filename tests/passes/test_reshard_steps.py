@@ -16,6 +16,7 @@ from shardc.ir.ops import collectives
 from shardc.ir.types import Atom, Axes, TensorType
 from shardc.passes.sharding.lower_reshards import LowerReshards
 from shardc.passes.sharding.reshard_steps import plan
+from shardc.plan.hardware import named
 from shardc.runtime.execute.layout import replica_spread
 from shardc.runtime.oracle.simulate import simulate
 
@@ -165,6 +166,25 @@ def test_two_axes_of_an_atom_change_their_order_in_one_step(dim: str, mesh: Mesh
         assert step.kind == "permute"
         assert cost == DEFAULT.link_bytes(before.local_bytes(mesh), ("dp", "tp")) + DEFAULT.link_start_bytes
         check(before, after, mesh)
+
+
+def test_steps_cost_what_the_hardware_says_of_their_collectives() -> None:
+    """By its tables too, which know the size of a message and where a group lies."""
+    machine, mesh = named("h200-nvlink"), Mesh(dp=2, tp=8)
+    before, after = TensorType.parse("f32[4096@tp, 4096]"), TensorType.parse("f32[4096, 4096@tp]")
+    planned = plan(before, after, mesh, machine.on(mesh))
+    assert planned is not None
+    (steps, cost), group = planned, machine.group_of(mesh, ("tp",))
+    assert [step.kind for step in steps] == ["all_to_all"]
+    seconds = machine.collective_seconds("all_to_all", before.local_bytes(mesh), group)
+    assert cost == pytest.approx(seconds * machine.link_bytes_per_second)
+    default = plan(before, after, mesh)
+    assert default is not None
+    assert default[1] == DEFAULT.link_bytes(before.local_bytes(mesh) * 7 / 8, ("tp",)) + DEFAULT.link_start_bytes
+    across = Mesh(tp=8, dp=2)  # the same over nodes
+    farther = plan(before, after, across, machine.on(across))
+    assert farther is not None
+    assert farther[1] > cost
 
 
 def test_an_uneven_atom_is_gathered_instead() -> None:

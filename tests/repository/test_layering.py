@@ -22,14 +22,15 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.ir": """
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
-            collectives default_device derive_provenance diagnostic dot files fold gc_pause graph hardware in_flight
-            in_place index_operands layers liveness mesh microbatch ops ops.accumulate ops.assumed ops.attention
-            ops.attention_keys ops.attention_rows ops.attention_sums ops.attention_tiles ops.buckets ops.channel_sums
-            ops.check_index ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts
-            ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local
-            ops.mirror ops.running_sum ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax
-            ops.squares ops.streams ops.windows overlap overlap_schedule parse placement plain program provenance
-            python schema storages text trees types verify version
+            collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
+            group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops
+            ops.accumulate ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums
+            ops.attention_tiles ops.buckets ops.channel_sums ops.check_index ops.collectives ops.context ops.ctc
+            ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered ops.group_norm ops.grouped
+            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.running_sum ops.scan ops.scan_body
+            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.streams ops.windows overlap
+            overlap_schedule parse placement plain program provenance python schema storages text trees types verify
+            version
         """,
     },
     {
@@ -39,10 +40,9 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
             __init__ attention attention_keys attention_rows conv creation ctc embedding experts fft halo indexing
-            linalg local matmul norm notation pointwise pool projection random reduction registry scan section shift
-            view window
+            linalg local matmul norm notation pick pointwise pool projection random reduction registry scan section
+            shift view window
         """,
-        "shardc.cost": "__init__ flops memory",
         "shardc.schedule": """
             __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
             schedules.breadth_first schedules.dualpipe_v schedules.gpipe schedules.greedy schedules.interleaved
@@ -80,9 +80,8 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
-        "shardc.plan": """
-            __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values
-        """,
+        "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
+        "shardc.plan": "__init__ clipping context experts fuse hardware hugging_face packaged pipeline schema values",
     },
     {
         "shardc.passes": """
@@ -117,9 +116,10 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.partition": """
-            __init__ balance cross_stage_buffers cut extract_subgraph gather_hoisting memory memory_walk
-            microbatch_sums program_counter rank_costs same_cut same_state split_backward stage_arena stage_parts
-            stage_recompute staged_check staged_program step_analysis step_epilogue transfer_report
+            __init__ balance checkpoint_bytes cross_stage_buffers cut extract_subgraph gather_hoisting memory
+            memory_walk microbatch_sums prediction program_counter rank_costs same_cut same_state split_backward
+            stage_arena stage_parts stage_recompute staged_check staged_program step_analysis step_epilogue
+            transfer_report
         """,
         "shardc.frontend": """
             __init__ append buffer_writers buffers cached_model carried_state cleanup evaluation_mode expert_masks
@@ -134,8 +134,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.execute": """
-            __init__ arena batch body_code bucket_buffer data_parts executor failed_call index_check instructions
-            layout measured_timeline microbatches monitor overlap peer_groups prepared_code process_groups
+            __init__ arena batch body_code bucket_buffer call_recorder data_parts executor failed_call index_check
+            instructions layout measured_timeline microbatches monitor overlap peer_groups prepared_code process_groups
             signal_wakeup stage_code step_epilogue transfers
         """,
     },
@@ -147,6 +147,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.runtime.checkpoint": """
             __init__ checkpoint export folder held hugging_face lock manifest planners weights
         """,
+        "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
         "shardc.runtime.generate": """
             __init__ continuous generator programs prompts requests result row_cache sampling search settings steps
         """,
@@ -166,11 +167,15 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
-        "shardc.planner": """
-            __init__ annotations axis_roles call_costs candidates compiled_cost layers min_sum placement_program
-            strategies
+        "shardc.explain": """
+            __init__ bottleneck collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer
+            unfused what_if
         """,
-        "shardc.explain": "__init__ collective fusion halo plan_edits provenance ring transfer unfused what_if",
+        "shardc.planner": """
+            __init__ annotations autoplan axis_roles call_costs candidate candidates compiled_cost inner
+            inner_placement layer_costs layers min_sum numbers placement_program ranking reasons reduced_model search
+            small_program step_costs strategies
+        """,
     },
     {
         "shardc.page": "__init__ content render",
@@ -180,8 +185,9 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.cli": """
-            __init__ as_json commands console doctor generation host_memory ir_printer kernel_list kernel_sources
-            left_out local_launch main optimizers pipeline_summary summary targets
+            __init__ as_json calibrate commands console doctor generation host_memory ir_printer kernel_list
+            kernel_sources left_out local_launch locking main optimizers pipeline_summary prediction scaling summary
+            targets
         """,
     },
     {

@@ -49,14 +49,14 @@ def test_the_wheel_has_all_modules_and_data(published: tuple[Path, Path]) -> Non
         modules = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert modules <= packed
     assert {"shardc/py.typed", "kernels_triton/py.typed", "kernels_triton/schedules/h200.yaml"} <= packed
-    assert any(name.endswith("share/shardc/hardware/h200.yaml") for name in packed)
+    assert any(name.endswith("share/shardc/hardware/h200-nvlink.yaml") for name in packed)
     assert not any(name.startswith("tests/") for name in packed)
 
 
 def test_the_source_distribution_has_the_sources(published: tuple[Path, Path]) -> None:
     with tarfile.open(published[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "shardc/api.py", "configs/hardware/h200.yaml"} <= names
+    assert {"pyproject.toml", "README.md", "LICENSE", "shardc/api.py", "configs/hardware/h200-nvlink.yaml"} <= names
 
 
 def test_an_index_takes_both(published: tuple[Path, Path]) -> None:

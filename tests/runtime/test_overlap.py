@@ -1,6 +1,7 @@
 """Collectives apart from their waits: everything still happens once, in an order that respects what reads what."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import pytest
 import torch
@@ -8,10 +9,14 @@ import torch
 import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.call_slots import slotted_calls
-from shardc.ir.ops.collectives import COLLECTIVES, all_gather, reduce_scatter
-from shardc.ir.overlap_schedule import AHEAD, IN_FLIGHT, Action, schedule_overlap
+from shardc.ir.graph import operands
+from shardc.ir.group_axes import axes_used, axes_used_twice
+from shardc.ir.ops.collectives import COLLECTIVES, Exchange, all_gather, all_reduce, reduce_scatter
+from shardc.ir.overlap_schedule import AHEAD, IN_FLIGHT, Action, schedule_overlap, sums_gradients
 from shardc.ir.parse import parse
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
+from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
+from tests.cost.rank_meter import fake_job
 
 STORAGE = {"none": {}, "zero-1": {"zero": 1, "axes": ["dp"]}, "zero-3": {"zero": 3, "axes": ["dp"]}}
 
@@ -117,3 +122,31 @@ def test_a_step_of_a_ring_is_under_way_while_others_compute() -> None:
     assert actions == [
         ("begin", 0), ("run", 1), ("wait", 0), ("begin", 2), ("run", 3), ("wait", 2), ("run", 4)
     ]  # fmt: skip
+
+
+def test_sums_of_gradients_hold_up_nothing() -> None:
+    """Where other collectives of backward run along the same axis, they have a process group of their own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False))
+    batch = {name: torch.zeros(2, 16, dtype=torch.int64) for name in ("input_ids", "labels")}
+    plans = {"sequence": dict.fromkeys(batch, "-, cp"), "rows": dict.fromkeys(batch, "cp, -")}
+    programs = {name: shardc.compile(model, batch, mesh="cp=2", plan={"inputs": it}) for name, it in plans.items()}
+    assert axes_used_twice(programs["rows"].body) == []  # gradients alone are summed
+    body = programs["sequence"].body
+    assert axes_used_twice(body) == [("cp",)]
+    sums = [call for call in body.calls() if call.target in COLLECTIVES and sums_gradients(call)]
+    returned = [v for port, v in zip(body.outputs, body.output_values, strict=True) if port.role == "grad"]
+    returned = [operands(v)[0] if v.target is torch.ops.aten.view.default else v for v in returned]  # norms' weights
+    assert set(sums) == {value for value in returned if value.target is all_reduce}
+    with fake_job(0, 2):
+        comm = ProcessGroupCommunicator(body.mesh, 0, axes_used(body), timedelta(9), twice=axes_used_twice(body))
+        alone = ProcessGroupCommunicator(body.mesh, 0, axes_used(body), timedelta(9))
+        seen: list[object] = []
+        for which in (comm, alone):
+            which._all_reduce = lambda exchange, members: seen.append(members.group) or (lambda: exchange.x)  # type: ignore[method-assign]
+            for late in (False, True):
+                which.begin(Exchange("all_reduce", torch.zeros(1), ("cp",), "sum", late=late))
+    assert seen[0] is not seen[1]
+    assert seen[2] is seen[3]

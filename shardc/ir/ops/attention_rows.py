@@ -11,6 +11,8 @@ call of a ring takes what the steps before it have found, and adds its own:
                 dk, dv     of these keys, of the last step alone from the ranks that had them before
                 dmask      so far, of a mask with a gradient: a column a key
 
+Keys of a ring are as many as its rows, or others that lie over the same axes, as `keys` says: cross-attention.
+
 `next_keys` is one step of the ring: the keys, or their gradients, of the rank before, or so many `places` before.
 Gradients of keys travel with the keys, as wide as sums are: `sum_keys` adds what a step has found to what has arrived
 meanwhile. Padded rows yield 0.
@@ -104,19 +106,26 @@ def reach(rows: str, axes: tuple[str, ...], window: int, mesh: Mesh) -> dict[int
 
 
 def tiles_at(
-    rows: str, axes: Sequence[str], step: int, causal: bool, mesh: Mesh, coordinate: Mapping[str, int], window: int = 0
+    rows: str,
+    axes: Sequence[str],
+    step: int,
+    causal: bool,
+    mesh: Mesh,
+    coordinate: Mapping[str, int],
+    window: int = 0,
+    keys: str = "",
 ) -> tuple[list[Tile], list[Run]]:
-    """The tiles of a rank in a step, and the runs of its keys."""
+    """The tiles of a rank in a step, and the runs of its keys. `keys`: how they lie, if not as rows do."""
     axes = mesh.resolve(axes)
     own = layout(rows, axes, mesh, coordinate)
     if step == ALL_KEYS:
-        keys = [Run(0, int(Blocks.parse(rows)), 0)]
+        seen = [Run(0, int(Blocks.parse(keys or rows)), 0)]
     elif window and step:
         came = reached(rows, axes, step, window, mesh, coordinate)
-        keys = [Run(part.start, part.extent, part.local) for part in came]
+        seen = [Run(part.start, part.extent, part.local) for part in came]
     else:
-        keys = layout(rows, axes, mesh, before(axes, step, mesh, coordinate))
-    return tiles(own, keys, causal, window), keys
+        seen = layout(keys or rows, axes, mesh, before(axes, step, mesh, coordinate))
+    return tiles(own, seen, causal, window), seen
 
 
 # ---------------------------------------------------------------------- forward
@@ -134,10 +143,11 @@ def _sdpa_rows(
     kernels: Kernels,
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor | None, lse: Tensor | None,
     causal: bool, scale: float | None, gqa: bool, rows: str, axes: list[str], step: int, last: bool, window: int = 0,
+    keys: str = "",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     context = current()
-    todo, keys = tiles_at(rows, axes, step, causal, context.mesh, context.coordinate, window)
-    mask = _of_keys(mask, keys, step, k.shape[-2])
+    todo, seen = tiles_at(rows, axes, step, causal, context.mesh, context.coordinate, window, keys)
+    mask = _of_keys(mask, seen, step, k.shape[-2])
     so_far = None if o is None or lse is None else (o, lse)
     return attend(kernels, todo, q, k, v, mask, so_far, scale, gqa, q.dtype if last else wide(q.dtype))
 
@@ -145,6 +155,7 @@ def _sdpa_rows(
 def _sdpa_rows_fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor | None, lse: Tensor | None,
     causal: bool, scale: float | None, gqa: bool, rows: str, axes: list[str], step: int, last: bool, window: int = 0,
+    keys: str = "",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtype = q.dtype if last else wide(q.dtype)
     return empty(q, *q.shape[:-1], v.shape[-1], dtype=dtype), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
@@ -156,11 +167,11 @@ def _sdpa_rows_bwd(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dmask: Tensor | None,
     causal: bool, scale: float | None, gqa: bool, need_mask: bool, rows: str, axes: list[str], step: int, last: bool,
-    window: int = 0,
+    window: int = 0, keys: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     context = current()
-    todo, keys = tiles_at(rows, axes, step, causal, context.mesh, context.coordinate, window)
-    columns = _of_keys(mask, keys, step, k.shape[-2])
+    todo, seen = tiles_at(rows, axes, step, causal, context.mesh, context.coordinate, window, keys)
+    columns = _of_keys(mask, seen, step, k.shape[-2])
     *results, none = _sdpa_rows_bwd_fake(
         g, q, k, v, mask, o, lse, dq, dk, dv, dmask, causal, scale, gqa, need_mask, rows, axes, step, last, window
     )
@@ -169,7 +180,7 @@ def _sdpa_rows_bwd(
     dq, dk, dv = attend_backward(kernels, todo, g, q, k, v, columns, o, lse, results, so_far, its_mask, scale, gqa)
     if its_mask is None or mask is None:
         return dq, dk, dv, none
-    return dq, dk, dv, _with_columns(mask, dmask, its_mask, keys, step).to(none.dtype)
+    return dq, dk, dv, _with_columns(mask, dmask, its_mask, seen, step).to(none.dtype)
 
 
 def _with_columns(mask: Tensor, so_far: Tensor | None, part: Tensor, keys: Sequence[Run], step: int) -> Tensor:
@@ -186,7 +197,7 @@ def _sdpa_rows_bwd_fake(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dmask: Tensor | None,
     causal: bool, scale: float | None, gqa: bool, need_mask: bool, rows: str, axes: list[str], step: int, last: bool,
-    window: int = 0,
+    window: int = 0, keys: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     none = q.new_empty(0, dtype=q.dtype if last else wide(q.dtype))
     dtype = mask.dtype if last and mask is not None else wide(q.dtype)
@@ -254,14 +265,14 @@ SUM_KEYS = define(
 
 SDPA_ROWS = define(
     "sdpa_rows(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? o, Tensor? lse, bool causal, float? scale, bool gqa,"
-    " str rows, str[] axes, int step, bool last, int window=0) -> (Tensor o, Tensor lse)",
+    ' str rows, str[] axes, int step, bool last, int window=0, str keys="") -> (Tensor o, Tensor lse)',
     partial(_sdpa_rows, attention.REFERENCE),
     _sdpa_rows_fake,
 )
 SDPA_ROWS_BWD = define(
     "sdpa_rows_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, Tensor? dq, Tensor? dk,"
     " Tensor? dv, Tensor? dmask, bool causal, float? scale, bool gqa, bool need_mask, str rows, str[] axes, int step,"
-    " bool last, int window=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    ' bool last, int window=0, str keys="") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)',
     partial(_sdpa_rows_bwd, attention.REFERENCE),
     _sdpa_rows_bwd_fake,
 )

@@ -1,8 +1,8 @@
 """The collectives of an emitted program. Each is written once, as what one rank does before and after the ranks meet.
 
-    front = x.reshape(atoms).movedim(pos, 0)            before: bring the atom concerned to the front
-    chunks = yield Exchange("all_gather", front, axes)  the ranks of a group meet
-    return chunks.flatten(0, 1).movedim(0, pos)         after: put it back
+    atoms = x.reshape(atoms).contiguous()               before: what is sent lies in one piece
+    chunks = yield Exchange("all_gather", atoms, axes)  the ranks of a group meet
+    return chunks.movedim(0, pos).flatten(pos, pos + 1) after: chunks are put where they belong
 
 `yield` hands the exchange to whoever runs the rank: a communicator over real processes, or the simulator, which holds
 every rank's generator at once. Before it a collective reads its operand and the mesh alone, after it what it received
@@ -12,17 +12,16 @@ alone: never its coordinate. Tensors arrive as local dims; `atoms` lists the loc
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.nn.functional import pad
 
 from kernels_triton.base.library import define
-from shardc.ir.blocks import Block, Blocks
-from shardc.ir.mesh import Mesh
+from shardc.ir.blocks import Blocks
 from shardc.ir.ops.context import Communicator, Sizes, current
 from shardc.ir.ops.local import told_blocks
 
@@ -43,6 +42,7 @@ class Exchange:
     source: tuple[int, ...] = ()  # of permute
     sizes: Sizes = NO_ROWS  # of all_to_all_uneven
     spent: bool = False  # x is read by nobody else: an all_reduce may write its result over it
+    late: bool = False  # nothing reads the result before the step ends: it need not hold up other exchanges
 
     def through(self, comm: Communicator) -> torch.Tensor:
         match self.kind:
@@ -90,10 +90,21 @@ def all_reduce_over(x: torch.Tensor, op: str, axes: list[str]) -> Steps:
     return reduced
 
 
+def late(steps: Callable[..., Steps], *args: Any) -> Steps:
+    """A collective whose result is read at the end of the step alone."""
+    generator = steps(*args)
+    received = yield replace(next(generator), late=True)
+    try:
+        generator.send(received)
+    except StopIteration as done:
+        result: torch.Tensor = done.value
+        return result
+    raise AssertionError("a collective meets its group once")
+
+
 def _all_gather(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, size: int, shape: list[int]) -> Steps:
-    front = x.reshape(atoms).movedim(pos, 0).contiguous()
-    chunks = yield Exchange("all_gather", front, tuple(axes))
-    return _back(chunks.flatten(0, 1)[:size], pos, shape)
+    chunks = yield Exchange("all_gather", _whole(x.reshape(atoms)), tuple(axes))
+    return _joined(chunks, pos, size, shape)
 
 
 def _gather_blocks(
@@ -107,46 +118,66 @@ def _gather_blocks(
     reverse: Sequence[str] | None = None,
 ) -> Steps:
     """The same of an atom of blocks: `counts` are those of the gathered atom, negative where a block is not cut."""
+    pieces = _pieces(axes, told_blocks(counts, units, reverse))
+    chunks = yield Exchange("all_gather", _whole(x.reshape(atoms)), tuple(axes))
+    return _join(chunks, pieces, pos, shape)
+
+
+class _Piece(NamedTuple):
+    """Elements of an atom of blocks that one member of a group has: from `start` on in the atom, `held` in its part.
+    `copied`: the members before it have them too."""
+
+    member: int
+    start: int
+    size: int
+    held: int
+    copied: bool
+
+
+def _pieces(axes: Sequence[str], blocks: Blocks) -> list[_Piece]:
+    """What each member of a group along these axes has of each block: of one that is not cut, all."""
     mesh = current().mesh
-    front = x.reshape(atoms).movedim(pos, 0).contiguous()
-    chunks = yield Exchange("all_gather", front, tuple(axes))
-    return _back(_join_blocks(chunks, axes, told_blocks(counts, units, reverse), mesh), pos, shape)
-
-
-def _join_blocks(chunks: torch.Tensor, axes: list[str], blocks: Blocks, mesh: Mesh) -> torch.Tensor:
-    """What the ranks of a group have of an atom, [group, its local size, ...], as the whole: [its size, ...]."""
-    parts: list[torch.Tensor] = []
-    start = 0
+    along = mesh.resolve(axes)
+    pieces: list[_Piece] = []
+    members = torch.arange(mesh.size(axes)).view([mesh.size(axis) for axis in along])
+    start = held = 0
     for block in blocks.parts:
-        held = block.local(axes, mesh).size
-        part = _turned(chunks[:, start : start + held], axes, block, mesh)
-        parts.append(part.flatten(0, 1)[: block.size] if block.cut else part[0])
-        start += held
-    return torch.cat(parts)
+        local = block.local(axes, mesh).size
+        turned = [i for i, axis in enumerate(along) if block.cut and block.reverses(axis)]
+        for place, member in enumerate(members.flip(turned).flatten().tolist()):
+            begin = place * local if block.cut else 0
+            if begin < block.size:
+                size, copied = min(local, block.size - begin), not block.cut and place > 0
+                pieces.append(_Piece(member, start + begin, size, held, copied))
+        start, held = start + block.size, held + local
+    return pieces
+
+
+def _join(chunks: torch.Tensor, pieces: Sequence[_Piece], pos: int, shape: list[int]) -> torch.Tensor:
+    """What the members of a group have of an atom at `pos`, [group, ..., its local size, ...], as the whole."""
+    own = [piece for piece in pieces if not piece.copied]
+    sizes = [*chunks.shape[1:]]
+    sizes[pos] = sum(piece.size for piece in own)
+    whole = chunks.new_empty(shape)
+    atoms = whole.view(sizes)
+    for piece in own:
+        _copy(chunks[piece.member].narrow(pos, piece.held, piece.size), atoms.narrow(pos, piece.start, piece.size))
+    return whole
 
 
 def _cut_blocks(x: torch.Tensor, pos: int, axes: list[str], blocks: Blocks) -> torch.Tensor:
-    """Dim `pos`, an atom of blocks, as what each group member has of it: [group, ..., its local size, ...]."""
-    parts: list[torch.Tensor] = []
-    start, mesh = 0, current().mesh
-    group = mesh.size(axes)
-    for block in blocks.parts:
-        part = x.narrow(pos, start, block.size)
-        if block.cut:
-            parts.append(_turned(_chunks(part, pos, group, block.local(axes, mesh).size), axes, block, mesh))
-        else:
-            parts.append(part.unsqueeze(0).expand(group, *part.shape))
-        start += block.size
-    return torch.cat(parts, pos + 1)
-
-
-def _turned(chunks: torch.Tensor, axes: list[str], block: Block, mesh: Mesh) -> torch.Tensor:
-    """From the order of a block's pieces to that of the ranks, or back."""
-    along = mesh.resolve(axes)
-    turned = [i for i, axis in enumerate(along) if block.reverses(axis)]
-    if not turned:
-        return chunks
-    return chunks.unflatten(0, [mesh.size(axis) for axis in along]).flip(turned).flatten(0, len(along) - 1)
+    """Dim `pos`, an atom of blocks, as what each group member has of it: [group, ..., its local size, ...]. Zero where
+    a member's share of a block is shorter than the longest."""
+    mesh = current().mesh
+    group, local = mesh.size(axes), int(blocks.local(axes, mesh))
+    sizes = [*x.shape]
+    sizes[pos] = local
+    pieces = _pieces(axes, blocks)
+    full = sum(piece.size for piece in pieces) == group * local
+    cut = (x.new_empty if full else x.new_zeros)((group, *sizes))
+    for piece in pieces:
+        _copy(x.narrow(pos, piece.start, piece.size), cut[piece.member].narrow(pos, piece.held, piece.size))
+    return cut
 
 
 def _reduce_scatter(
@@ -163,8 +194,8 @@ def _reduce_scatter(
     """`counts`, `units` and `reverse` are those of an atom of blocks, each of which is cut."""
     whole = x.reshape(atoms)
     cut = _cut_blocks(whole, pos, axes, told_blocks(counts, units, reverse)) if counts else _cut(whole, pos, axes)
-    row = yield Exchange("reduce_scatter", cut.movedim(pos + 1, 1).contiguous(), tuple(axes), op)
-    return _back(row, pos, shape)
+    row = yield Exchange("reduce_scatter", _whole(cut), tuple(axes), op)
+    return row.view(shape)
 
 
 def _all_to_all(
@@ -181,14 +212,14 @@ def _all_to_all(
     splits_blocks: bool = False,
 ) -> Steps:
     """`counts`, `units` and `reverse` are those of an atom of blocks: of `split` if it `splits_blocks`, or `concat`."""
-    mesh, whole, blocks = current().mesh, x.reshape(atoms), told_blocks(counts, units, reverse)
+    whole, blocks = x.reshape(atoms), told_blocks(counts, units, reverse)
     cut = _cut_blocks(whole, split, axes, blocks) if splits_blocks else _cut(whole, split, axes)
-    received = yield Exchange("all_to_all", cut.contiguous(), tuple(axes))
-    if counts and not splits_blocks:
-        joined = _join_blocks(received.movedim(concat + 1, 1), axes, blocks, mesh).movedim(0, concat)
-    else:
-        joined = received.movedim(0, concat).flatten(concat, concat + 1).narrow(concat, 0, size)
-    return joined.reshape(shape).contiguous()
+    joins_blocks = bool(counts) and not splits_blocks
+    pieces = _pieces(axes, blocks) if joins_blocks else ()
+    received = yield Exchange("all_to_all", _whole(cut), tuple(axes))
+    if joins_blocks:
+        return _join(received, pieces, concat, shape)
+    return _joined(received, concat, size, shape)
 
 
 def _permute_ranks(x: torch.Tensor, axes: list[str], source: list[int]) -> Steps:
@@ -209,9 +240,35 @@ def _chunks(x: torch.Tensor, pos: int, group: int, chunk: int) -> torch.Tensor:
     return x.unflatten(pos, (group, chunk)).movedim(pos, 0)
 
 
-def _back(x: torch.Tensor, pos: int, shape: list[int]) -> torch.Tensor:
-    """Undo the move to the front, and leave atoms for dims."""
-    return x.movedim(0, pos).reshape(shape).contiguous()
+def _joined(chunks: torch.Tensor, pos: int, size: int, shape: list[int]) -> torch.Tensor:
+    """Chunks of dim `pos`, [group, ..., n, ...] -> [..., size, ...], without what was padded, as dims."""
+    front = chunks.movedim(0, pos)
+    return _whole(front).flatten(pos, pos + 1).narrow(pos, 0, size).reshape(shape).contiguous()
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """The same elements without gaps, in the order of the dims."""
+    if x.is_contiguous():
+        return x
+    whole = x.new_empty(x.shape)
+    _copy(x, whole)
+    return whole
+
+
+def _copy(x: torch.Tensor, into: torch.Tensor) -> None:
+    """Kernels that copy strided tensors move an element at a time, so pieces of rows are taken for elements of 16 bytes
+    where they can be."""
+    each = 16 // x.element_size()
+    if each > 1 and all(_in_units(t, each) for t in (x, into)):
+        x, into = x.view(torch.complex128), into.view(torch.complex128)
+    into.copy_(x)
+
+
+def _in_units(x: torch.Tensor, each: int) -> bool:
+    """Does x consist of aligned runs of so many elements?"""
+    if x.ndim == 0 or x.stride(-1) != 1 or x.is_conj() or x.is_neg():
+        return False
+    return not any(n % each for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
 
 
 def run_collective(steps: Callable[..., Steps], *args: Any) -> torch.Tensor:

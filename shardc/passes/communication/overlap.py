@@ -136,8 +136,9 @@ class _Layer:
         """FLOPs of 16-bit products in the time that an exchange takes."""
         sent = collective(self.graph, exchange)
         assert sent is not None
-        size = sent.bytes_per_rank + self.hardware.start_bytes(sent.axes)
-        return size * self.hardware.flops_per_sent_byte(sent.axes)
+        group = self.hardware.group_of(self.graph.mesh, sent.axes)
+        seconds = self.hardware.collective_seconds(sent.kind, sent.payload_bytes, group)
+        return seconds * self.hardware.bf16_flops_per_second
 
     def _already(self, exchange: fx.Node) -> float:
         """Of the products that stand between an exchange and its first reader."""

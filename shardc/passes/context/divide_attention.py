@@ -7,7 +7,8 @@
 
 All of them are placements: of `sdpa` the rows are free, of `sdpa_ring` they lie as keys do, and of `sdpa_heads` they
 are whole along its axes, where the wishes of its log-sums are made to lie over heads. So what is sent follows from
-types, and each way is exact. A ring is for a sequence that attends to itself.
+types, and each way is exact. A ring is for keys that lie over the axes of rows: those of the same sequence, or, as an
+encoder's, of another one.
 
 Needs the wishes of `propagate`; what `merge_keys` has taken is not its own. Ensures: attention says how it is divided,
 in forward and backward alike. `chosen` is what was chosen for each layer, and what each way costs: bytes that a rank
@@ -45,7 +46,7 @@ from shardc.ir.ops.attention_tiles import pairs
 from shardc.ir.schema import given
 from shardc.ir.types import Axes, TensorType
 from shardc.passes.base import Pass
-from shardc.rules.attention_rows import rows_text
+from shardc.rules.attention_rows import keys_are_rows, rows_text
 from shardc.rules.projection import project
 
 Strategy = Literal["auto", "ring", "all_gather", "all_to_all", "hierarchical"]
@@ -178,7 +179,8 @@ class Ways:
         seen: list[float] = []
         for rank in self.mesh.group_of(0, self.axes):
             there = self.mesh.coordinate(rank)
-            own, _ = tiles_at(rows_text(self.q.dims[-2]), self.axes, ALL_KEYS, True, self.mesh, there, self.window)
+            text = (rows_text(self.q.dims[-2]), self.axes, ALL_KEYS, True, self.mesh, there, self.window)
+            own, _ = tiles_at(*text, rows_text(self.k.dims[-2]))
             seen.append(sum(pairs(tile, self.window) for tile in own))
         return operations * max(seen) / rate, operations * sum(seen) / size / rate
 
@@ -225,8 +227,14 @@ class Ways:
         return [length / rows for length in reach(text, axes, self.window, self.mesh).values()]
 
     def _no_ring(self) -> str:
-        if not self.q.dims[-2] == self.k.dims[-2] == self.v.dims[-2]:
+        rows, keys = self.q.dims[-2], self.k.dims[-2]
+        alike = rows == keys
+        if not keys_are_rows(self.q, self.k):
+            alike = len(rows) == len(keys) == 1 and rows[0].axes == keys[0].axes and not _copied(keys[0].size)
+        if not alike or keys != self.v.dims[-2]:
             return "its keys do not lie as its rows do"
+        if self.window and rows != keys:
+            return "it has a window, and other keys than its rows"
         if not self._countable():
             return "axes divide an inner factor of its rows"
         return ""
@@ -313,6 +321,10 @@ class Ways:
             lies = [tuple(axis for axis in axes if axis not in heads) for axes in type.placement]
             placement = [(*axes, *divided.get(p, ())) for p, axes in zip(pieces, lies, strict=True)]
             update(value, type=type.place(placement))
+
+
+def _copied(size: int) -> bool:
+    return isinstance(size, Blocks) and size.copied
 
 
 def _micro(seconds: float) -> int:

@@ -211,10 +211,12 @@ class _Walk:
     def _sends_less(self, grouping: fx.Node, axes: Axes) -> bool:
         """Whether an all-to-all takes less time than gathering: the host's read, of exact counts, as long as starting a
         collective does."""
-        read = 0.0 if operands(grouping)[0].target is LIMIT_ROWS else self.hardware.link_start_bytes
-        choice = self.chosen[grouping]
-        sent, gathered = (self.hardware.link_bytes(n, axes) for n in (choice.sent, choice.gathered))
-        return sent + read < gathered
+        read = 0.0 if operands(grouping)[0].target is LIMIT_ROWS else self.hardware.collective_start_seconds
+        choice, mesh = self.chosen[grouping], self.graph.mesh
+        group, hardware = self.hardware.group_of(mesh, axes), self.hardware
+        held = group.size / max(1, group.size - 1)  # for each byte that is sent
+        sent = hardware.collective_seconds("all_to_all", choice.sent * held, group)
+        return sent + read < hardware.collective_seconds("all_gather", choice.gathered * held, group)
 
     def _sends(self, grouping: fx.Node, projection: Projection, split: dict[int, Axes], axes: Axes) -> bool:
         """Note what is sent of a grouping, unless its rows do not fit."""

@@ -39,7 +39,15 @@ from shardc.ir.types import Atom, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.atomize import linked_gradients
 from shardc.passes.sharding.divide_scans import divide_scans
-from shardc.passes.sharding.row_moves import MOVES, Move, of_whole, shifted
+from shardc.passes.sharding.row_moves import (
+    GRADIENTS_OF_PICKS,
+    MOVES,
+    Move,
+    of_whole,
+    picked_rows,
+    shifted,
+    write_pick,
+)
 from shardc.plan.context import Balance
 from shardc.rules.projection import overlay, project, result_types
 from shardc.rules.registry import find_rule, rule_of
@@ -78,14 +86,16 @@ class FindSequences(Pass):
             return graph
         _reversed_sums(graph)
         wanted = self.balance == "zigzag" or (self.balance == "auto" and any(map(_is_causal, graph.calls())))
-        if not (wanted or any(node.target in {*MOVES, *_SUMS, SCAN} for node in graph.calls())):
+        if not (wanted or any(node.target in {*MOVES, *_SUMS, *_PICKS, SCAN} for node in graph.calls())):
             return graph
         classes = _Classes(graph)
         for axis in dict.fromkeys(s.axis for s, _ in known):
             of_axis = [(s, value) for s, value in known if s.axis == axis]
             roots = {classes.of(place): s for s, value in of_axis if (place := _only(value, s.dim)) is not None}
-            if roots:
-                _Family(graph, classes, roots, self.balance).write()
+            while roots:
+                family = _Family(graph, classes, roots, self.balance)
+                family.write()
+                roots = {root: s for root, s in roots.items() if root not in family.lengths}
         return graph
 
 
@@ -165,6 +175,7 @@ def result_slots(node: fx.Node) -> list[Slot]:
 
 # ------------------------------------------------------------------------------------------------------ sums
 _SUMS = (aten.cumsum.default, RUNNING_SUM, aten.flip.default)
+_PICKS = (aten.select.int, aten.select_backward.default)
 
 
 def _reversed_sums(graph: Graph) -> None:
@@ -187,7 +198,9 @@ def _reversed_sums(graph: Graph) -> None:
 # --------------------------------------------------------------------------------------------- one axis's sequences
 @dataclass
 class _Family:
-    """The classes that moves tie to those of the annotated dims: all of a sequence, or of nearly all of it."""
+    """The classes that moves tie to those of the longest annotated dims: all of a sequence, or of nearly all of it. Of
+    `roots` those stay that are among them: others, as a decoder's rows beside an encoder's, are sequences of their own.
+    """
 
     graph: Graph
     classes: _Classes
@@ -198,7 +211,7 @@ class _Family:
 
     def __post_init__(self) -> None:
         self.base = max(self._length(root) for root in self.roots)
-        self.lengths = {root: self._length(root) for root in self.roots if self._near(self._length(root))}
+        self.lengths = {root: self.base for root in self.roots if self._length(root) == self.base}
         found = [(node, move) for node in self.graph.calls() for move in self._candidate(node)]
         changed = True
         while changed:
@@ -212,6 +225,7 @@ class _Family:
                     self.moves[node] = move
                     self.lengths |= {end: self._length(end) for end in known}
                     changed = True
+        self.roots = {root: s for root, s in self.roots.items() if root in self.lengths}
 
     def _length(self, place: Place) -> int:
         return int(_type(place[0]).atoms[place[1]].size)
@@ -248,8 +262,19 @@ class _Family:
         end = _only(value, dim)
         return end is not None and self.classes.of(end) in self.lengths and self._length(end) == self.base
 
+    def _pick(self) -> None:
+        """A row of the sequence, or a few, which the ranks that have them give to all; and their gradients."""
+        for node in list(self.graph.calls()):
+            picked = picked_rows(node)
+            if picked is None:
+                continue
+            whole = node if node.target in GRADIENTS_OF_PICKS else given(node)["self"]
+            if self._is_along(whole, picked.dim) and 2 * picked.length < self.base:
+                write_pick(self.graph, node, picked)
+
     def write(self) -> None:
         self._sum_up()
+        self._pick()
         first = next(iter(self.roots.values()))
         divide_scans(self.graph, self._is_along, first.chunk or -(-first.length // first.ranks))
         for node, move in self.moves.items():

@@ -7,11 +7,13 @@ A value may be needed in several placements; each is made once and kept. The nex
 cheapest copy there is. What a gather made in forward is not kept for backward: it is gathered again there
 (Korthikanti et al. 2022, section 4.2.2), since keeping it would undo the memory that sharding saved. What attention
 reads by heads, that lay by rows, is kept: it is as large, and backward reads it so again. A
-reshard of a view moves to the root of the chain of views, so that a weight and its transpose are gathered once.
+reshard of a view moves to the root of the chain of views, so that a weight and its transpose are gathered once. A part
+of a constant that is larger than what it is computed from, as a mask of positions is, is computed by itself.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, replace
 
@@ -163,6 +165,10 @@ def _turned(graph: Graph) -> set[fx.Node]:
     return turned
 
 
+def _bytes(value: fx.Node) -> int:
+    return math.prod(type_of(value).shape) * type_of(value).dtype.itemsize
+
+
 class _Copies:
     """The placements in which each value is available."""
 
@@ -172,6 +178,7 @@ class _Copies:
         self.turned: set[fx.Node] = set()  # values that attention reads by heads
         self.have: dict[fx.Node, list[tuple[TensorType, fx.Node, str | None]]] = {}  # phase None: kept for all phases
         self.origin: dict[fx.Node, fx.Node] = {}
+        self.spreading: dict[fx.Node, bool] = {}  # see `_spreads`
 
     def born(self, value: fx.Node) -> None:
         """A value as its op produced it; an annotated activation is brought to its annotation at once."""
@@ -228,8 +235,8 @@ class _Copies:
                 best = (planned[1], planned[0], node)
         assert best is not None, f"{info(value).name} cannot become {need}"
         cost, steps, source = best
-        if cost > 0:
-            hoisted = self._at_view_root(value, need, phase)
+        if cost > 0 or self._spreads(value):
+            hoisted = self._at_view_root(value, need, phase) if cost > 0 else self._of_own_rows(value, need, phase)
             if hoisted is not None:
                 self.have[value].append((need, hoisted, phase))
                 return hoisted
@@ -291,6 +298,42 @@ class _Copies:
         replace_operands(repeated_view, [placed])
         self.origin[repeated_view] = value
         return repeated_view
+
+    def _spreads(self, value: fx.Node) -> bool:
+        """Is a constant larger than all that it is computed from, as a mask is than the positions that it compares?"""
+        if value not in self.spreading:
+            entry = find_rule(value.target) if value.op == "call_function" and info(value).constant else None
+            sources = [self._root(v) for v in operands(value)] if entry is not None else []
+            computed = entry is not None and entry.kind in ("pointwise", "view") and value not in self.graph.seeds
+            known = [v for v in sources if v is not None]
+            self.spreading[value] = (
+                computed
+                and len(known) == len(sources) > 0
+                and (
+                    any(map(self._spreads, known))
+                    or (entry.kind == "pointwise" and _bytes(value) > 2 * sum(map(_bytes, known)))  # type: ignore[union-attr]
+                )
+            )
+        return self.spreading[value]
+
+    def _of_own_rows(self, value: fx.Node, need: TensorType, phase: str) -> fx.Node | None:
+        """Compute a rank's part of such a constant, of parts of what it is computed from."""
+        projection = project(value)
+        split = {p: axes for p, axes in zip(projection.results[0], need.placement, strict=True) if axes}
+        if {*split} & projection.blocked:
+            return None
+        values: list[fx.Node] = []
+        for operand, pieces in zip(operands(value), projection.operands, strict=True):
+            root = self._root(operand)
+            assert root is not None
+            values.append(self.get(root, type_of(root).place([split.get(p, ()) for p in pieces]), phase))
+        part = self.graph.call(
+            value.target, value.args, dict(value.kwargs), like=value, type=need, name=info(value).name, phase=phase,
+            assignment=tuple((projection.names[p], axes) for p, axes in split.items()),
+        )  # fmt: skip
+        replace_operands(part, values)
+        self.origin[part] = value
+        return part
 
     def _root(self, placed: fx.Node) -> fx.Node | None:
         """The value of which an operand, perhaps already a reshard, is a copy."""

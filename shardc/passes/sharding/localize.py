@@ -86,7 +86,7 @@ class _Walk:
         """Neutralise the padding of every uneven piece that some result reduces away, and that of positions."""
         mesh = self.graph.mesh
         values = operands(node)
-        for piece, axes in split.items():
+        for piece, axes in split.items() if entry.padding != "unread" else ():
             kind = projection.reduces.get(piece)
             reduced_away = any(
                 piece not in r for r, v in zip(projection.results, results(node), strict=True) if v is not None

@@ -79,14 +79,18 @@ class _Planner:
         assert (self.now, self.pending) == (self.want, self.keep), "a reshard came to a halt before its target"
         return self.steps, self.cost
 
-    def _emit(self, kind: str, axis: str, sent: float, **fields: object) -> None:
+    def _emit(self, kind: str, axis: str, size: int, **fields: object) -> None:
+        """A step that moves so many bytes, as `Hardware.collective_seconds` counts them."""
         result_type = self.type.place(self.now, self.pending.items())
         self.steps.append(Step(kind, axis, self.type, result_type, **fields))  # type: ignore[arg-type]
         self.type = result_type
         if kind != "slice":
             # The group of a permute is along both axes.
-            axes = (axis, self.steps[-1].to_axis or axis)
-            self.cost += self.hardware.link_bytes(sent, axes) + self.hardware.link_start_bytes
+            axes = tuple(filter(None, (axis, self.steps[-1].to_axis)))
+            group = self.hardware.group_of(self.mesh, axes)
+            # An axis of one rank moves nothing, and is a call all the same.
+            seconds = self.hardware.collective_seconds(kind, size, group) or self.hardware.collective_start_seconds
+            self.cost += round(seconds * self.hardware.link_bytes_per_second, 3)
 
     def _bytes(self) -> int:
         return self.type.local_bytes(self.mesh)
@@ -99,13 +103,12 @@ class _Planner:
                 axis = want[len(now)]
                 if any(axis in axes for axes in self.now):
                     continue
-                k = self.mesh.size(axis)
                 if axis in self.pending and self._copied(i):
                     return self._resolve(axis)
                 self.now[i] = (*now, axis)
                 if axis in self.pending:
                     reduction = self.pending.pop(axis)
-                    self._emit("reduce_scatter", axis, self._bytes() * (k - 1) / k, target=i, reduction=reduction)
+                    self._emit("reduce_scatter", axis, self._bytes(), target=i, reduction=reduction)
                 else:
                     self._emit("slice", axis, 0, target=i)
                 return True
@@ -120,9 +123,8 @@ class _Planner:
         return False
 
     def _resolve(self, axis: str) -> bool:
-        k = self.mesh.size(axis)
         reduction = self.pending.pop(axis)
-        self._emit("all_reduce", axis, 2 * self._bytes() * (k - 1) / k, reduction=reduction)
+        self._emit("all_reduce", axis, self._bytes(), reduction=reduction)
         return True
 
     def _of_blocks(self, atom: int) -> bool:
@@ -147,7 +149,6 @@ class _Planner:
             if self._permute(i) or self._swap(i):
                 return True
             axis = now[-1]
-            k = self.mesh.size(axis)
             home = next((j for j, axes in enumerate(self.want) if axis in axes), None)
             self.now[i] = now[:-1]
             if (
@@ -158,9 +159,9 @@ class _Planner:
                 and self.now[home] == self.want[home][: self.want[home].index(axis)]
             ):
                 self.now[home] = (*self.now[home], axis)
-                self._emit("all_to_all", axis, self._bytes() * (k - 1) / k, source=i, target=home)
+                self._emit("all_to_all", axis, self._bytes(), source=i, target=home)
             else:
-                self._emit("all_gather", axis, self._bytes() * (k - 1), source=i)
+                self._emit("all_gather", axis, self._bytes() * self.mesh.size(axis), source=i)
             return True
         return False
 

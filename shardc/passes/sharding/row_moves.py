@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from shardc.ir.graph import type_of
+from shardc.ir.graph import Graph, type_of
+from shardc.ir.ops.pick import PICK_ROWS, PLACE_ROWS
 from shardc.ir.ops.shift import SHIFT
 from shardc.ir.schema import given
 
@@ -101,6 +102,58 @@ MOVES: dict[Any, Callable[[fx.Node], Move | None]] = {
     aten.roll.default: _roll,
     SHIFT: shifted,
 }
+
+
+# ---------------------------------------------------------------------- a few rows
+GRADIENTS_OF_PICKS = (aten.select_backward.default, aten.slice_backward.default)
+
+
+class Picked(NamedTuple):
+    """Rows [start, start + length) of a dim; `alone`: the dim is gone."""
+
+    dim: int
+    start: int
+    length: int
+    alone: bool
+
+
+def picked_rows(node: fx.Node) -> Picked | None:
+    """What a call picks of a dim, or what it is the gradient of; None if it picks no run of rows."""
+    if node.target not in (aten.select.int, aten.slice.Tensor, *GRADIENTS_OF_PICKS) or type_of(node).ragged:
+        return None
+    args = given(node)
+    whole = type_of(node if node.target in GRADIENTS_OF_PICKS else args["self"])
+    dim = args.get("dim", 0) % max(1, whole.ndim)
+    if node.target in (aten.select.int, aten.select_backward.default):
+        return Picked(dim, args["index"] % whole.shape[dim], 1, True)
+    start, end, step = slice(args.get("start"), args.get("end"), args.get("step", 1)).indices(whole.shape[dim])
+    return Picked(dim, start, end - start, False) if step == 1 and end > start else None
+
+
+def write_pick(graph: Graph, node: fx.Node, picked: Picked) -> None:
+    """The same as `pick_rows`, or as `place_rows`."""
+    dim, start, length, alone = picked
+    backward = node.target in GRADIENTS_OF_PICKS
+    if not alone:
+        value = given(node)["grad_output" if backward else "self"]
+        if backward:
+            node.target, node.args = PLACE_ROWS, (value, dim, start, type_of(node).shape[dim])
+        else:
+            node.target, node.args = PICK_ROWS, (value, dim, start, length)
+        node.kwargs = {}
+        return
+    with graph.fx.inserting_before(node):
+        value = given(node)["grad_output" if backward else "self"]
+        type = type_of(value)
+        dims = (*type.dims[:dim], (), *type.dims[dim + (not backward) :])
+        if backward:
+            part = graph.call(aten.unsqueeze.default, (value, dim), like=node, type=replace(type, dims=dims))
+            node.target, node.args = PLACE_ROWS, (part, dim, start, type_of(node).shape[dim])
+        else:
+            args = (value, dim, start, 1)
+            part = graph.call(PICK_ROWS, args, like=node, type=replace(type, dims=dims))
+            node.target, node.args = aten.select.int, (part, dim, 0)
+        node.kwargs = {}
 
 
 def of_whole(node: fx.Node, is_whole: Callable[[int], bool]) -> Move | None:

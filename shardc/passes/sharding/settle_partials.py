@@ -134,7 +134,8 @@ def _cut(
     outputs = {v: p for p, v in zip(graph.outputs, graph.output_values, strict=True)}
     twins = graph.input_nodes()
     twin_sharded = {v: axis in type_of(twins[p.name]).axes for v, p in outputs.items() if p.role in UPDATES}
-    start = round(hardware.start_bytes((axis,)))
+    latency = hardware.collective_seconds("all_reduce", 0, hardware.group_of(graph.mesh, (axis,)))
+    start = round((latency or hardware.collective_start_seconds) * hardware.bytes_per_second((axis,)))
     chosen: list[_Op] = []
     for values in _components(pending, eligible, users):
         if all(i not in eligible.get(op, ()) for v in values for op, i in users.get(v, [])):

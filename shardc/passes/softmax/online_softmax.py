@@ -15,8 +15,8 @@ shard's own maximum: the exponentials are taken once. f_i is finite, so a shard 
 the single device has NaN, so has every rank. t is only there where one collective less is had for it: a sum over
 classes that is first summed over tokens is a single number to all-reduce, but a number a token to gather.
 
-The rule: collectives saved, times the bytes that a link sends while one begins (`Hardware.start_bytes`, 10 MB), must
-outweigh what is sent more. A rank sends k (g-1) n bytes to gather k statistics of n bytes in a group of g, and
+The rule: collectives saved, times the bytes that a link sends while an empty one runs (`Hardware.collective_seconds`,
+10 MB), must outweigh what is sent more. A rank sends k (g-1) n bytes to gather k statistics of n bytes in a group of g, and
 2 (g-1)/g n to all-reduce one. The same up to g = 2; in larger groups more, but few: 8192 tokens of 3 float32 over 8
 ranks are 672 KiB instead of 168, for two starts.
 
@@ -71,7 +71,8 @@ def worth(graph: Graph, softmax: Softmax, hardware: Hardware = DEFAULT) -> Softm
         every = [collective(graph, node) for node in nodes]
         return sum(transfer.bytes_per_rank for transfer in every if transfer is not None)
 
-    start = hardware.start_bytes(softmax.axes)
+    latency = hardware.collective_seconds("all_reduce", 0, hardware.group_of(graph.mesh, softmax.axes))
+    start = (latency or hardware.collective_start_seconds) * hardware.bytes_per_second(softmax.axes)
     statistic_bytes = type_of(softmax.top).local_bytes(graph.mesh) * (graph.mesh.size(softmax.axes) - 1)
     picked = tuple(
         p for p in softmax.picked if statistic_bytes - sent(p.pending.reduced) <= start * len(p.pending.reduced)

@@ -15,7 +15,7 @@ from shardc.ir.graph import Graph, Port
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.context import RankContext, running
 from shardc.runtime.execute.arena import Arena
-from shardc.runtime.execute.monitor import Monitor
+from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.prepared_code import CodeLine, Routine
 
 
@@ -44,7 +44,7 @@ class BodyCode:
         self,
         state: Mapping[str, torch.Tensor],
         feeds: Sequence[Mapping[str, torch.Tensor]],
-        monitor: Monitor | None = None,
+        monitor: RunMonitor | None = None,
     ) -> dict[Port, torch.Tensor]:
         """Run one step by itself, without a list."""
         if self.arena is not None:
@@ -56,7 +56,7 @@ class BodyCode:
         self,
         state: Mapping[str, torch.Tensor],
         feeds: Sequence[Mapping[str, torch.Tensor]],
-        monitor: Monitor | None = None,
+        monitor: RunMonitor | None = None,
         base: int = 0,
     ) -> dict[Port, torch.Tensor]:
         """One step on the held tensors and each microbatch's feed, both by the names of inputs.

@@ -30,7 +30,7 @@ from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.microbatches import Feed
-from shardc.runtime.execute.monitor import Monitor
+from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.peer_groups import PeerGroups
 from shardc.runtime.execute.stage_code import GraphCode, StepState, add_terms_early
 from shardc.runtime.execute.step_epilogue import EpilogueCode, Outputs, blame_failures
@@ -78,7 +78,7 @@ class Executor:
         self,
         tensors: Mapping[str, torch.Tensor],
         feeds: Sequence[Feed],
-        monitor: Monitor | None = None,
+        monitor: RunMonitor | None = None,
         clock: Clock | None = None,
         probe: Graph | None = None,
     ) -> Outputs:
@@ -254,7 +254,7 @@ class Executor:
         code.run(env, state, counter + 1, ", to see what is not finite")
         self._outputs = {port: env[slot] for port, slot in code.outputs}
 
-    def _broadcast_outputs(self, monitor: Monitor | None) -> None:
+    def _broadcast_outputs(self, monitor: RunMonitor | None) -> None:
         """Broadcast the outputs that only some stages make and all ranks must return."""
         counter = len(self.program.lists.ranks[self.c]) * STRIDE
         for port, source, spec in self._broadcasts:

@@ -51,13 +51,13 @@ class GpuClock:
         self._ended: dict[int, torch.cuda.Event] = {}
         dist.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
-        self._device, self._zero = device, _event()
+        self._device, self._zero = device, timing_event()
 
     def begin(self, counter: int) -> None:
-        self._begun[counter] = _event()
+        self._begun[counter] = timing_event()
 
     def end(self, counter: int) -> None:
-        self._ended[counter] = _event()
+        self._ended[counter] = timing_event()
 
     def spans(self) -> CounterSpans:
         torch.cuda.synchronize(self._device)
@@ -86,7 +86,8 @@ def gather_timeline(program: StagedProgram, spans: CounterSpans) -> Timeline:
     return Timeline(len(program.lists.ranks), tuple(events))
 
 
-def _event() -> torch.cuda.Event:
+def timing_event() -> torch.cuda.Event:
+    """An event in the compute stream, now."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

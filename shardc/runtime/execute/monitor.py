@@ -64,6 +64,20 @@ class CounterNames(Protocol):
         ...
 
 
+class RunMonitor(Protocol):
+    """What an executor tells of its run: the counter of the call that it comes to, and its failures."""
+
+    @property
+    def counter(self) -> int: ...
+
+    @counter.setter
+    def counter(self, counter: int, /) -> None: ...
+
+    def blame(self, failure: BaseException) -> Exception: ...
+
+    def report_own_failure(self, why: str) -> None: ...
+
+
 class Monitor:
     """Beats in a thread of its own. The executor sets `counter`; `counter_names` says what the instructions are called,
     and `add` those of a program that the job runs beside its own.

@@ -23,15 +23,15 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph
 from shardc.ir.in_place import Write, writes
 from shardc.ir.ops.buckets import PACK, UNPACK
-from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, run_collective
+from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, late, run_collective
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.local import axis_offset
-from shardc.ir.overlap_schedule import Action, schedule_overlap
+from shardc.ir.overlap_schedule import Action, schedule_overlap, sums_gradients
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.bucket_buffer import FlatBuffer, prepare_pack, prepare_unpack
 from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
-from shardc.runtime.execute.monitor import Monitor
+from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.overlap import begin
 
 Single = int  # the slot of a call's only result
@@ -176,7 +176,7 @@ class Routine:
         return index, INTO[op].run, placed, into, free
 
     def run(
-        self, code: Sequence[CodeLine], env: list[Any], monitor: Monitor | None, base: int = 0, within: str = ""
+        self, code: Sequence[CodeLine], env: list[Any], monitor: RunMonitor | None, base: int = 0, within: str = ""
     ) -> None:
         """Run code on the values in `env`. `base` is the monitor's counter of its first instruction. `within` names in
         an error the list's instruction that the code belongs to."""
@@ -202,7 +202,7 @@ class Routine:
             raise explained from failure
 
     def _explain(
-        self, failure: Exception, index: int, monitor: Monitor | None, env: Sequence[Any], within: str
+        self, failure: Exception, index: int, monitor: RunMonitor | None, env: Sequence[Any], within: str
     ) -> Exception:
         name = self.names[index] + within
         failure.add_note(f"in instruction {name}, on rank {self.rank}")
@@ -230,6 +230,7 @@ def _action_line(
         case "begin":
             assert steps is not None
             steps = all_reduce_over if reduced_in_place(instruction.node) else steps
+            steps = partial(late, steps) if sums_gradients(instruction.node) else steps
             return action.at, partial(begin, steps), instruction.arguments, into, free
         case "wait":
             assert isinstance(into, int)

@@ -14,27 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.collectives import COLLECTIVES, Exchange, landing
+from shardc.ir.ops.collectives import Exchange, landing
 from shardc.ir.ops.context import Sizes
 from shardc.torch_compat import all_gather_single, reduce_scatter_single
 
 PendingResult = Callable[[], torch.Tensor]
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-def axes_used(graph: Graph) -> list[tuple[str, ...]]:
-    """The sets of axes that the collectives of a graph run along, each in its first order, in program order."""
-    axes_by_set: dict[frozenset[str], tuple[str, ...]] = {}
-    for node in graph.calls():
-        if node.target in COLLECTIVES:
-            names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-            position = names.index("axes")
-            axes: Any = node.args[position] if position < len(node.args) else node.kwargs["axes"]
-            axes = graph.mesh.resolve(list(axes))
-            axes_by_set.setdefault(frozenset(axes), tuple(axes))
-    return list(axes_by_set.values())
 
 
 class ProcessGroupCommunicator:
@@ -43,7 +29,8 @@ class ProcessGroupCommunicator:
     Creating a group is itself collective: every rank creates all groups in the same order, also groups without it. A
     job may have several `copies` of the mesh; each lists the job's ranks in the order of the mesh's ranks. This rank is
     `rank` of copy `copy_index`. `also` lists further groups of the job's ranks. Those that are `known`, of another
-    communicator's `groups`, are not made again.
+    communicator's `groups`, are not made again. Along the axes `twice` there are two groups: sums of gradients have the
+    other one, and hold up no other exchange.
     """
 
     def __init__(
@@ -56,6 +43,7 @@ class ProcessGroupCommunicator:
         copy_index: int = 0,
         also: Iterable[Sequence[int]] = (),
         known: Mapping[tuple[int, ...], Any] | None = None,
+        twice: Iterable[Sequence[str]] = (),
     ) -> None:
         copies = [range(mesh.world_size)] if copies is None else copies
         self.mesh, self.rank, self._job = mesh, rank, copies[copy_index]
@@ -66,7 +54,14 @@ class ProcessGroupCommunicator:
             members = tuple(sorted(group))
             if len(members) > 1 and members not in self.groups:
                 self.groups[members] = dist.new_group(list(members), timeout=timeout)
-        self._members: dict[tuple[str, ...], _Members] = {}
+        self._late: dict[tuple[int, ...], Any] = {}
+        for group in (
+            [copy[rank] for rank in ranks] for copy in copies for axes in twice for ranks in mesh.groups(axes)
+        ):
+            members = tuple(sorted(group))
+            if len(members) > 1 and members not in self._late:
+                self._late[members] = dist.new_group(list(members), timeout=timeout)
+        self._members: dict[tuple[bool, tuple[str, ...]], _Members] = {}
 
     def group(self, members: Sequence[int]) -> Any:
         """The process group of some of the job's ranks, created at the start; None for a single rank."""
@@ -95,7 +90,7 @@ class ProcessGroupCommunicator:
 
         On GPUs the caller's stream waits, not the caller. Until then the operand and the result stay allocated.
         """
-        members = self._members_of(exchange.axes)
+        members = self._members_of(exchange.axes, exchange.late)
         match exchange.kind:
             case "all_reduce":
                 return self._all_reduce(exchange, members)
@@ -175,12 +170,13 @@ class ProcessGroupCommunicator:
 
         return arrived
 
-    def _members_of(self, axes: Sequence[str]) -> _Members:
-        key = tuple(axes)
+    def _members_of(self, axes: Sequence[str], late: bool = False) -> _Members:
+        key = late, tuple(axes)
         members = self._members.get(key)
         if members is None:
-            ranks = [self._job[rank] for rank in self.mesh.group_of(self.rank, key)]
-            members = self._members[key] = _Members(ranks, self.group(ranks))
+            ranks = [self._job[rank] for rank in self.mesh.group_of(self.rank, key[1])]
+            other = self._late.get(tuple(sorted(ranks))) if late else None
+            members = self._members[key] = _Members(ranks, self.group(ranks) if other is None else other)
         return members
 
 

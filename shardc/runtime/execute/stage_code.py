@@ -22,7 +22,7 @@ from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.context import RankContext
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.microbatches import Feed
-from shardc.runtime.execute.monitor import Monitor
+from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.prepared_code import CodeLine, Routine
 from shardc.runtime.execute.transfers import Clock, PendingReceive
 from shardc.schedule.pipeline import ValueKey
@@ -36,7 +36,7 @@ class StepState:
 
     tensors: Mapping[str, torch.Tensor]
     feeds: Sequence[Feed]
-    monitor: Monitor | None
+    monitor: RunMonitor | None
     clock: Clock | None = None
     values: dict[ValueKey, BundleTensors | PendingReceive] = field(
         default_factory=dict[ValueKey, BundleTensors | PendingReceive]

@@ -13,7 +13,7 @@ from shardc.ir.ops.context import RankContext
 from shardc.ir.storages import storages
 from shardc.partition.step_epilogue import StepEpilogue
 from shardc.runtime.execute.arena import Arena
-from shardc.runtime.execute.monitor import Monitor
+from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.peer_groups import PeerGroups
 from shardc.runtime.execute.stage_code import GraphCode, StepState
 from shardc.schedule.instructions import CoordinateGroup, Optimizer, instruction_text
@@ -60,7 +60,7 @@ class EpilogueCode:
 
 
 def sum_over_group(
-    contribution: torch.Tensor, peers: PeerGroups, group: CoordinateGroup, monitor: Monitor | None, counter: int
+    contribution: torch.Tensor, peers: PeerGroups, group: CoordinateGroup, monitor: RunMonitor | None, counter: int
 ) -> torch.Tensor:
     """The sum of the contributions of a group's ranks."""
     total = contribution.clone(memory_format=torch.contiguous_format)
@@ -69,7 +69,7 @@ def sum_over_group(
     return total
 
 
-def blame_failures(act: Callable[[], object], monitor: Monitor | None, counter: int) -> None:
+def blame_failures(act: Callable[[], object], monitor: RunMonitor | None, counter: int) -> None:
     """Communicate. If that fails, the error names the rank to blame."""
     if monitor is not None:
         monitor.counter = counter

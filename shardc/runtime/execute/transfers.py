@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from shardc.runtime.execute.monitor import Monitor
+from shardc.runtime.execute.monitor import RunMonitor
 from shardc.schedule.lists import SENDS_IN_FLIGHT
 
 
@@ -80,7 +80,7 @@ class Transfers:
         self._group, self._device, self._limit = group, device, limit
         self._on_gpu = device.type == "cuda"
         self._pending_sends: deque[_PendingSends] = deque()
-        self.monitor: Monitor | None = None
+        self.monitor: RunMonitor | None = None
         self.clock: Clock | None = None
 
     def post(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from shardc.cost.profile import Profile
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Port
 from shardc.ir.mesh import Mesh
@@ -98,6 +99,10 @@ class Engine(Protocol):
         """Run an action that makes one step, and return the timeline of all ranks."""
         ...
 
+    def profiled(self, act: Callable[[], object]) -> Profile:
+        """Run an action that makes one step, and return what each call of this rank took."""
+        ...
+
     def close(self, failure: BaseException | None = None) -> None: ...
 
 
@@ -169,6 +174,10 @@ class Simulation:
     def timed(self, act: Callable[[], object]) -> Any:
         hint = "`program.timeline()` predicts one; to measure it, run a pipeline under torchrun"
         raise error("SC510", "a simulated step has no timeline: all ranks share a process", hint=hint)
+
+    def profiled(self, act: Callable[[], object]) -> Profile:
+        hint = "`program.predict(hardware)` predicts its time; to measure it, launch under torchrun"
+        raise error("SC510", "a simulated step has no profile: all ranks share a process", hint=hint)
 
     def close(self, failure: BaseException | None = None) -> None:
         pass

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardc.cost.profile import Profile
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.group_axes import axes_used, axes_used_twice
 from shardc.ir.types import TensorType
 from shardc.partition.program_counter import ListCounterNames, graphs_of
 from shardc.partition.same_state import homes
 from shardc.partition.staged_program import StagedProgram
+from shardc.runtime.execute.call_recorder import CallRecorder
 from shardc.runtime.execute.data_parts import DataParts
 from shardc.runtime.execute.executor import Executor, makers_of
 from shardc.runtime.execute.instructions import rank_context
@@ -26,7 +29,7 @@ from shardc.runtime.execute.measured_timeline import StepClock, gather_timeline,
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.execute.monitor import Monitor
 from shardc.runtime.execute.peer_groups import PeerGroups, groups_of, ranks_of_position
-from shardc.runtime.execute.process_groups import ProcessGroupCommunicator, axes_used
+from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 from shardc.runtime.execute.step_epilogue import blame_failures
 from shardc.runtime.train.agreement import ranks_text, sides
 from shardc.runtime.train.consensus import Consensus
@@ -113,8 +116,9 @@ class Job:
         mesh, count = self.body.mesh, len(program.lists.ranks)
         copies = [[program.rank_of(c, i) for i in range(mesh.world_size)] for c in range(count)]
         axes = {frozenset(axis_names): axis_names for graph in _all_graphs(program) for axis_names in axes_used(graph)}
+        twice = {frozenset(names): names for graph in _all_graphs(program) for names in axes_used_twice(graph)}
         self.comm = ProcessGroupCommunicator(
-            mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program), known
+            *(mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program), known, twice.values())
         )
         self.links = PeerGroups(ranks_of_position(program, self.i), self.comm.group, self.device, member.limit)
         if member.on_gpu:
@@ -133,6 +137,7 @@ class Job:
         self._read = {port.name for graph in _graphs_of(program, self.c) for port in graph.inputs}
         self._types = {name: type_of(node) for name, node in self.body.input_nodes().items()}
         self._clock: StepClock | None = None
+        self._recorder: CallRecorder | None = None
 
     def brings(self, parts: DataParts) -> RankPart:
         self._types |= parts.types
@@ -182,7 +187,11 @@ class Job:
     def run(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed], step: int) -> dict[Port, torch.Tensor]:
         parts = self._parts(fed)
         self.monitor.begin(step, self.number)
-        return self.executor.run(state, parts, self.monitor, self._clock)
+        recorder = self._recorder
+        outputs = self.executor.run(state, parts, recorder or self.monitor, self._clock)
+        if recorder is not None:
+            recorder.stop()
+        return outputs
 
     def nonfinite(self, state: Mapping[str, torch.Tensor], fed: Sequence[Feed]) -> list[str]:
         """The result for all ranks. Each rank checks the gradients of its own stages."""
@@ -219,13 +228,22 @@ class Job:
 
     def timed(self, act: Callable[[], object]) -> Any:
         if not self.program.axis:
-            raise error("SC510", "there is no timeline of a program without a pipeline", hint="profile it with torch")
+            hint = "trainer.profile(batch) measures its calls"
+            raise error("SC510", "there is no timeline of a program without a pipeline", hint=hint)
         self._clock = clock = start_clock(self.device)
         try:
             act()
         finally:
             self._clock = None
         return gather_timeline(self.program, clock.spans())
+
+    def profiled(self, act: Callable[[], object]) -> Profile:
+        self._recorder = recorder = CallRecorder(self.monitor, self.device)
+        try:
+            act()
+        finally:
+            self._recorder = None
+        return recorder.profile(self.program, self.rank)
 
     def close(self, failure: BaseException | None = None) -> None:
         self.monitor.close(failure)

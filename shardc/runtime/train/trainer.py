@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardc.cost.profile import Profile
 from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import error
 from shardc.ir.gc_pause import gc_paused
@@ -338,6 +339,13 @@ class Trainer:
         without a pipeline."""
         run, _ = self._programs.of(batch, f"before step {self.steps}", due=False)
         return run.engine.timed(lambda: self.step(batch))
+
+    @on_cpu
+    def profile(self, batch: Any) -> Profile:
+        """Make a step, and measure every call of this rank: of collectives how long compute waited for them. All must
+        call it; `program.predict(hardware).diff(profile)` compares. Raises ShardcError (SC510) in simulation."""
+        run, _ = self._programs.of(batch, f"before step {self.steps}", due=False)
+        return run.engine.profiled(lambda: self.step(batch))
 
     @property
     def leads(self) -> bool:

@@ -1,0 +1,195 @@
+"""Predicted steps beside measured ones: `python -m benchmarks.predicted_steps`.
+
+Our unfused program of the model, batch and parallelism of each eager run in `benchmarks/measurements` is compiled on
+the meta device, and predicted on `h200-nvlink`, whose tables were fitted to collectives, attention, copies and steps of
+one GPU alone. Printed are the times, the errors, and the pairs of runs of one model that are predicted in the wrong
+order.
+
+    --only WORD     runs whose peer or model has the word
+    --trace FOLDER  a trace of each, for ui.perfetto.dev
+
+Runs that cannot be mirrored are listed with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+import shardc
+from benchmarks.measured_models import SIZES
+from shardc.cost.prediction import Prediction
+from shardc.ir.graph import Graph, ValueInfo, info, op_name, operands
+
+MEASUREMENTS = Path(__file__).parent / "measurements"
+HARDWARE = "h200-nvlink"
+COLUMNS = ("q", "k", "v", "up")
+TENSOR_PARALLEL: Mapping[str, str] = {"tok.weight": "tp, -", "head.weight": "tp, -"} | {
+    f"**.{name}.weight": "tp, -" for name in COLUMNS
+}
+LEFT_OUT = {
+    "torch-dtensor_sp": "DTensor's dispatcher takes Python longer than the GPU: 111 ms, 52 when compiled",
+    "megatron-core-tp_sp-native": "attention by single operations, with dropout's masks",
+    "torch-pp-ZBVZeroBubble": "Python records its backward in two parts anew: 2.7 times 1F1B's time",
+    "torch-pp-InterleavedZeroBubble": "the same",
+    "megatron-core-pp": "waits for the host: 2.5 times as long as torch's with the same schedule",
+}
+MEAN = ("mul.Tensor", "div.Tensor", "mul.Scalar", "div.Scalar", "_to_copy")
+HOST_BOUND = "Python launches collectives slower than the GPU runs them"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured run, and how we mirror it."""
+
+    row: Mapping[str, Any]
+    mesh: str
+    plan: Mapping[str, Any]
+    replicas: int = 1
+
+    @property
+    def name(self) -> str:
+        row = self.row
+        more = [f"M={row['microbatches']}"] if "microbatches" in row else []
+        more += ["AdamW"] if row.get("opt") else []
+        more += [f"connections={row['max_conn']}"] if row.get("max_conn") else []
+        return " ".join([row["peer"], row["config"], f"mb={row['mb']}", *more])
+
+
+def rows() -> list[dict[str, Any]]:
+    """The measured steps and pipelines of eager runs."""
+    lines = [line for name in ("h200.jsonl", "h200_steps.jsonl") for line in (MEASUREMENTS / name).open()]
+    read = [json.loads(line) for line in lines]
+    return [row for row in read if row["kind"] in ("step", "pipeline") and row.get("compile", "none") == "none"]
+
+
+def why_left_out(row: Mapping[str, Any]) -> str:
+    """Why a run cannot be mirrored; "" for one that can."""
+    for peer, why in LEFT_OUT.items():
+        if row["peer"].startswith(peer):
+            return why
+    return HOST_BOUND if row["gpus"] > 1 and row["mb"] == 1 and row["kind"] == "step" else ""
+
+
+def mirrored(row: Mapping[str, Any]) -> Run:
+    """The mesh and the plan of a run."""
+    peer, gpus = row["peer"], row["gpus"]
+    if row["kind"] == "pipeline":
+        starts = [sum(row["layers"][:stage]) for stage in range(1, len(row["layers"]))]
+        pipeline = {
+            "schedule": "interleaved" if "Interleaved" in peer else "1f1b",
+            "microbatches": row["microbatches"],
+            "split": [f"blocks.{start}" for start in starts],
+        }
+        return Run(row, f"pp={gpus}", {"pipeline": pipeline}, row["microbatches"])
+    if "tp" in peer:
+        sequence = {"activations": {"blocks.*": "-, tp, -", "tok": "-, tp, -"}} if "tp_sp" in peer else {}
+        return Run(row, f"tp={gpus}", {"params": dict(TENSOR_PARALLEL), **sequence, "bucket": True})
+    batch = {"inputs": {"tokens": "dp, -", "targets": "dp, -"}}
+    if peer == "torch-fsdp":
+        return Run(row, f"dp={gpus}", {**batch, "storage": {"zero": 3, "axes": "dp"}, "bucket": True}, gpus)
+    if peer == "torch-ddp":
+        return Run(row, f"dp={gpus}", {**batch, "bucket": True}, gpus)
+    return Run(row, "tp=1", {})
+
+
+def compiled(run: Run) -> shardc.Program:
+    """The program, unfused but for what eager PyTorch too runs as one kernel, and our graphs have as several calls:
+    RMSNorm, an update by AdamW, and Megatron's rotary embedding, which it compiles."""
+    size = SIZES[run.row["config"]]
+    with torch.device("meta"):
+        model = size.model()
+        ids = torch.zeros(run.row["mb"] * run.replicas, size.sequence, dtype=torch.long)
+    batch = {"tokens": ids, "targets": ids}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4) if run.row.get("opt") else None
+    single = {key: value for key, value in run.plan.items() if key != "bucket"}  # buckets have names of their own
+    program = shardc.compile(model, batch, mesh=run.mesh, plan=single, optimizer=optimizer)
+    alone = [info(node).name for node in program.body.calls() if not _in_one_kernel(info(node), run.row)]
+    if sum(1 for _ in program.body.calls()) == len(alone):
+        return program if single == run.plan else shardc.compile(model, batch, mesh=run.mesh, plan=run.plan)
+    ops = {op_name(node.target) for node in program.body.calls()}
+    plan = {**run.plan, "fuse": {"exclude": sorted({*alone} - ops)}}  # `_to_copy` as a name would be the op's too
+    return shardc.compile(model, batch, mesh=run.mesh, plan=plan, optimizer=optimizer)
+
+
+def _in_one_kernel(call: ValueInfo, row: Mapping[str, Any]) -> bool:
+    module = call.fqn.rpartition(".")[2]
+    if call.phase == "opt" or (SIZES[row["config"]].gated and module in ("n1", "n2", "norm")):
+        return True
+    return "jitrope" in row["peer"] and module == "attn" and "rotated" in call.source_text
+
+
+def predictions(only: str = "") -> Iterator[tuple[Run, Prediction]]:
+    for row in rows():
+        if not why_left_out(row) and (only in row["peer"] or only in row["config"]):
+            run = mirrored(row)
+            program = compiled(run)
+            if program.pipelined is not None:
+                program = replace(program, pipelined=program.pipelined.transformed(with_narrow_sums))
+            yield run, program.predict(HARDWARE)
+
+
+def with_narrow_sums(graph: Graph) -> Graph:
+    """Peers add up the gradients of microbatches in bfloat16, of losses that they have divided; a pipeline of ours in
+    float32, and it divides the sums. The graph without its casts, and without its means."""
+    copies: dict[fx.Node, fx.Node] = {}
+    narrow = graph.copy(copies)
+    terms = [v for port, v in zip(graph.outputs, graph.output_values, strict=True) if port.role == "sum"]
+    for cast in (copies[value] for value in terms if op_name(value.target) == "_to_copy"):
+        cast.replace_all_uses_with(operands(cast)[0])
+    for port, total in zip(narrow.inputs, narrow.placeholders, strict=True):
+        while port.role == "sum" and len(total.users) == 1:
+            (user,) = total.users
+            if user.op == "output" or op_name(user.target) not in MEAN:
+                break
+            user.replace_all_uses_with(total)
+            narrow.fx.erase_node(user)
+    narrow.erase_dead()
+    return narrow
+
+
+def wrong_pairs(pairs: Sequence[tuple[Run, Prediction]], apart: float = 1.05) -> list[tuple[str, str]]:
+    """Runs of one model and as many tokens, measured more than 5 % apart, that are predicted in the other order."""
+    wrong: list[tuple[str, str]] = []
+    for (one, of_one), (two, of_two) in combinations(pairs, 2):
+        alike = all(one.row[key] == two.row[key] for key in ("config", "kind"))
+        slow, fast = (one, two) if one.row["step_ms"] > two.row["step_ms"] else (two, one)
+        if alike and slow.row["step_ms"] > apart * fast.row["step_ms"]:
+            predicted = {id(one): of_one.step_ms, id(two): of_two.step_ms}
+            if predicted[id(slow)] <= predicted[id(fast)]:
+                wrong.append((slow.name, fast.name))
+    return wrong
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--trace", type=Path)
+    asked = parser.parse_args(arguments)
+    pairs: list[tuple[Run, Prediction]] = []
+    print(f"{'measured':>9} {'predicted':>9} {'error':>7} {'GiB':>12}  run")
+    for run, predicted in predictions(asked.only):
+        pairs.append((run, predicted))
+        measured, held = run.row["step_ms"], f"{run.row['mem_gib']:.2f} {predicted.peak_bytes / 2**30:.2f}"
+        error = predicted.step_ms / measured - 1
+        print(f"{measured:9.2f} {predicted.step_ms:9.2f} {error:+7.1%} {held:>12}  {run.name}", flush=True)
+        if asked.trace is not None:
+            predicted.to_trace(asked.trace / f"{run.name.replace(' ', '_')}.json")
+    for slow, fast in wrong_pairs(pairs):
+        print(f"wrong order: {slow} took longer than {fast}")
+    for row in rows():
+        if why := why_left_out(row):
+            print(f"not mirrored: {row['peer']} {row['config']} mb={row['mb']}, {row['step_ms']:.1f} ms: {why}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,37 @@
+"""`shardc calibrate`: the machine at hand, or measurements that were made elsewhere, as a file of hardware."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from shardc.cli import console
+from shardc.runtime.calibrate.calibrate import Machine, calibrate, hardware_text
+from shardc.runtime.calibrate.rows import read_rows
+
+
+def run(
+    output: Path | None,
+    rows: Path | None,
+    source: Path | None,
+    device: str | None,
+    world: int | None,
+    seconds: float,
+    *,
+    as_json: bool,
+) -> None:
+    """Measure, or read `source`; print the file, or write it to `output`, and the measurements to `rows`."""
+    if source is not None:
+        measured = read_rows(source)
+        ranks = [row["group"] for row in measured if row["kind"] == "collective"]
+        title = ["What is not here is as in default.yaml.", "", f"Written by: shardc calibrate --from {source}"]
+        text = hardware_text(measured, device or "cuda", int(max(ranks, default=1)), title)
+    else:
+        text = calibrate(Machine.at_hand(device, world, seconds), rows)
+    if text is None:
+        return
+    if output is not None or not as_json:
+        console.write(text, output)
+    if as_json:
+        console.write_json({"hardware": yaml.safe_load(text)})

@@ -1,0 +1,318 @@
+"""The seconds of each call of a localized graph on one rank, by kind, with the kernels that it launches.
+
+    product      its shapes, by `Hardware.product_seconds`; a convolution as the product that it comes to
+    attention    the FLOPs of keys that rows see (`cost.flops`)
+    collective   its bytes (`ir.collectives`) on the stream of its process group, and what is copied before and after
+    scan         its steps, one after another
+    view         0: no kernel
+    others       the bytes that the kernel reads and writes: elementwise, reduction, copy, fused
+
+ATen's kernels read some operands more than once, such as a softmax of long rows, which takes the maximum, the sum and
+the result in three passes: `READS` says how often. Ranks of one program take the same time, but for attention, of which
+the rank that has most counts; routing of experts is taken to be balanced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from kernels_triton.match.op import kernel_of
+from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, node_flops
+from shardc.ir.collectives import Collective, collective
+from shardc.ir.graph import Graph, info, op_name, operands, type_of
+from shardc.ir.group_axes import axes_used_twice
+from shardc.ir.hardware import Hardware
+from shardc.ir.in_flight import copied_bytes
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.overlap_schedule import sums_gradients
+from shardc.ir.schema import given
+from shardc.ir.storages import Layouts, Operand, layouts, unread_bytes, yields
+
+Kind = Literal["product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "view"]
+KINDS: tuple[Kind, ...] = (
+    *("product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "view"),
+)
+COMPUTE = ""  # the name of the stream of all that is no collective
+
+
+@dataclass(frozen=True, slots=True)
+class CallCost:
+    """What one run of a call takes. A collective's `seconds` are on the `stream` of its group; `before` and `after`
+    are copies on the compute stream, before it begins and after it has been waited for. `launches` are the kernels."""
+
+    kind: Kind
+    seconds: float
+    launches: int = 1
+    stream: str = COMPUTE
+    before: float = 0.0
+    after: float = 0.0
+    moved: Collective | None = None
+    issuing: float = 0.0  # how long the host takes to begin a collective
+
+    @property
+    def total(self) -> float:
+        """On all streams."""
+        return self.seconds + self.before + self.after
+
+
+NOTHING = CallCost("view", 0.0, 0)
+
+
+def call_costs(graph: Graph, hardware: Hardware, mesh: Mesh | None = None) -> dict[fx.Node, CallCost]:
+    """The cost of every call of a localized graph. `mesh` is that of the whole job, which has the graph's axes: groups
+    lie in the network as its ranks do. By default it is the graph's own."""
+    return _Costs(graph, hardware, mesh or graph.mesh).all()
+
+
+class _Costs:
+    def __init__(self, graph: Graph, hardware: Hardware, mesh: Mesh) -> None:
+        self.graph, self.mesh = graph, mesh
+        self.hardware = hardware.on(mesh)
+        self.layouts: Layouts = layouts(graph)
+        self.unread = unread_bytes(graph)
+        self._twice = {frozenset(axes) for axes in axes_used_twice(graph)}
+
+    def all(self) -> dict[fx.Node, CallCost]:
+        return {node: self.of(node) for node in self.graph.calls()}
+
+    def of(self, node: fx.Node) -> CallCost:
+        if (moved := collective(self.graph, node)) is not None:
+            return self._collective(node, moved)
+        name = op_name(node.target)
+        if name in PRODUCT_SHAPES:
+            return self._product(node, name)
+        if name in ATTENTION:
+            return self._attention(node, name)
+        if name.startswith("shardc.scan"):
+            return self._scan(node)
+        made = self._made(node)
+        if not made and node not in self.unread:
+            return NOTHING
+        size = made + self.unread.get(node, 0)
+        if (kernel := kernel_of(node.target, node.args)) is not None:
+            return CallCost("fused", self.hardware.memory_seconds(kernel.bytes_moved))
+        packet = name if name.startswith("shardc.") else name.partition(".")[0]
+        kind: Kind = "copy" if packet in COPIES else "reduction" if packet in REDUCTIONS else "elementwise"
+        size += self._read(node, name, packet, made)
+        return CallCost(kind, self.hardware.memory_seconds(size), LAUNCHES.get(packet, 1))
+
+    # ------------------------------------------------------------------ bytes
+    def _operand(self, value: fx.Node) -> Operand:
+        return self.layouts.operands[value]
+
+    def _bytes(self, value: fx.Node) -> int:
+        """Of a value's distinct elements: one that is expanded is read from where it lies."""
+        operand = self._operand(value)
+        distinct = (n for n, stride in zip(operand.shape, operand.strides, strict=True) if stride)
+        return math.prod(distinct) * operand.dtype.itemsize
+
+    def _made(self, node: fx.Node) -> int:
+        """Bytes of the results that have memory of their own."""
+        storage_of = self.layouts.storages
+        return sum(self._bytes(value) for value, _ in yields(node) if storage_of[value].value is value)
+
+    def _read(self, node: fx.Node, name: str, packet: str, made: int) -> int:
+        arguments = given(node)
+        times = READS.get(packet, {})
+        selected = SELECTED.get(packet)
+        size = 0
+        for key, argument in arguments.items():
+            for value in dict.fromkeys(_values(argument)):
+                read = self._bytes(value)
+                if key == selected:
+                    read = min(read, made)
+                elif key in times:
+                    row = self._operand(value).shape[-1:] or (1,)
+                    read *= times[key] if packet not in ROW_HELD or row[0] > ROW_HELD[packet] else 1
+                size += read
+        return size
+
+    # ------------------------------------------------------------------ products and attention
+    def _product(self, node: fx.Node, name: str) -> CallCost:
+        arguments = {key: self._shapes(value) for key, value in given(node).items()}
+        total = node_flops(self.graph, node)
+        batch, rows, columns, depth = PRODUCT_SHAPES[name](arguments, self._result_shape(node))
+        whole = 2 * batch * rows * columns * depth
+        dtype = next(type_of(value).dtype for value in operands(node) if type_of(value).dtype.is_floating_point)
+        if name in OF_EXPERTS and whole:  # of its tokens' rows, a rank has an even part
+            rows, depth = (
+                (rows, max(1, depth * total // whole))
+                if "wgrad" in name
+                else (
+                    max(1, rows * total // whole),
+                    depth,
+                )
+            )
+        launches = 1
+        if name == "convolution_backward":
+            launches = max(1, sum(arguments["output_mask"]))
+        seconds = launches * self.hardware.product_seconds(batch, rows, columns, depth, dtype)
+        return CallCost("product", seconds, launches)
+
+    def _attention(self, node: fx.Node, name: str) -> CallCost:
+        backward = "bwd" in name
+        dtype = type_of(given(node)["q"]).dtype
+        total = node_flops(self.graph, node)
+        keys, width = self._operand(given(node)["k"]).shape[-2], self._operand(given(node)["q"]).shape[-1]
+        seconds = (
+            self.hardware.attention_seconds(total, dtype, backward=backward, sequence=keys, width=width)
+            if total
+            else 0.0
+        )
+        return CallCost("attention", seconds, (3 if backward else 1) if total else 0)
+
+    def _scan(self, node: fx.Node) -> CallCost:
+        """Its elements are read and written once, and its statements computed one step after another."""
+        size = self._made(node) + sum(self._bytes(value) for value in dict.fromkeys(operands(node)))
+        computed = node_flops(self.graph, node) / self.hardware.fp32_flops_per_second
+        return CallCost("scan", self.hardware.memory_seconds(size) + computed)
+
+    def _shapes(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._shapes(v) for v in value]
+        return self._operand(value).shape if isinstance(value, fx.Node) else value
+
+    def _result_shape(self, node: fx.Node) -> tuple[int, ...]:
+        return self._operand(node).shape if info(node).type is not None else ()
+
+    # ------------------------------------------------------------------ collectives
+    def _collective(self, node: fx.Node, moved: Collective) -> CallCost:
+        axes = self.graph.mesh.resolve(given(node)["axes"])
+        group, graph = self.hardware.group_of(self.mesh, axes), True
+        seconds = self.hardware.collective_seconds(moved.kind, moved.payload_bytes, group, graph=graph)
+        issuing = self.hardware.collective_seconds(moved.kind, 1, group)
+        if issuing == self.hardware.collective_seconds(moved.kind, 1, group, graph=graph):
+            issuing = 0.0  # no more is known than how long it takes
+        before = after = 0
+        if node.target in COLLECTIVES:
+            before, after = copied_bytes(self.graph, node, self.layouts.operands)
+        copies = (before > 0) + (after > 0)
+        return CallCost(
+            "collective",
+            seconds,
+            1 + copies,
+            stream_of(self.graph.mesh.merged(axes), late=frozenset(axes) in self._twice and sums_gradients(node)),
+            self.hardware.memory_seconds(2 * before) if before else 0.0,
+            self.hardware.memory_seconds(2 * after) if after else 0.0,
+            moved,
+            max(issuing, self.hardware.kernel_launch_seconds),
+        )
+
+
+def stream_of(axes: Sequence[str], *, late: bool = False) -> str:
+    """The stream of the process group of some axes, whatever their order; `late` of their second group."""
+    return ".".join(sorted(axes)) + (", gradients" if late else "")
+
+
+def _values(argument: Any) -> list[fx.Node]:
+    if isinstance(argument, fx.Node):
+        return [argument]
+    return [v for item in argument for v in _values(item)] if isinstance(argument, (list, tuple)) else []
+
+
+# ------------------------------------------------------------------ what ATen's kernels do
+# op -> argument -> how often its kernels read it
+READS: Mapping[str, Mapping[str, int]] = {
+    "native_layer_norm": {"input": 2},
+    "native_layer_norm_backward": {"grad_out": 3, "input": 3},
+    "native_group_norm": {"input": 2},
+    "native_group_norm_backward": {"grad_out": 2, "input": 2},
+    "native_batch_norm": {"input": 2},
+    "native_batch_norm_backward": {"grad_out": 2, "input": 2},
+    "_softmax": {"self": 3},
+    "_log_softmax": {"self": 3},
+    "_softmax_backward_data": {"grad_output": 2, "output": 2},
+    "_log_softmax_backward_data": {"grad_output": 2, "output": 2},
+}
+ROW_HELD = {  # rows that are no longer are read once and held
+    "_softmax": 1024,
+    "_log_softmax": 1024,
+    "_softmax_backward_data": 1024,
+    "_log_softmax_backward_data": 1024,
+}
+# op -> the argument of which only what becomes the result is read
+SELECTED: Mapping[str, str] = {
+    "embedding": "weight",
+    "index": "self",
+    "index_select": "self",
+    "gather": "self",
+    "slice": "self",
+    "select": "self",
+    "view": "self",
+    "narrow": "self",
+    "shardc.shard_slice": "x",
+    "shardc.slice_blocks": "x",
+    "shardc.gather_rows": "x",
+    "nll_loss_forward": "self",
+    "nll_loss_backward": "self",
+}
+LAUNCHES: Mapping[str, int] = {
+    "native_layer_norm_backward": 2,
+    "native_group_norm": 2,
+    "native_group_norm_backward": 3,
+    "native_batch_norm_backward": 2,
+    "embedding_dense_backward": 6,  # ids are sorted, and equal ones summed
+    "nll_loss_backward": 2,
+    "_unsafe_index_put": 2,
+    "index_put": 2,
+    "scatter": 2,
+    "scatter_add": 2,
+}
+COPIES = frozenset(
+    (
+        *("_to_copy", "clone", "cat", "stack", "slice", "select", "view", "shardc.accumulate", "shardc.pack"),
+        *("shardc.unpack", "shardc.shard_slice", "shardc.slice_blocks", "embedding", "index", "index_select", "gather"),
+        *("expand", "repeat", "constant_pad_nd", "slice_scatter", "select_scatter", "shardc.gather_rows"),
+    )
+)
+REDUCTIONS = frozenset(
+    (
+        *("sum", "mean", "amax", "amin", "argmax", "argmin", "prod", "var", "var_mean", "std", "linalg_vector_norm"),
+        *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
+        *("native_batch_norm", "native_batch_norm_backward", "_softmax", "_log_softmax", "_softmax_backward_data"),
+        *("_log_softmax_backward_data", "any", "all", "logsumexp", "shardc.sum_of_squares", "embedding_dense_backward"),
+        *("cumsum", "nll_loss_forward"),
+    )
+)
+ATTENTION = frozenset(
+    (
+        *("shardc.sdpa", "shardc.sdpa_bwd", "shardc.sdpa_heads", "shardc.sdpa_heads_bwd", "shardc.sdpa_keys"),
+        *("shardc.sdpa_keys_bwd", *RINGS, *ROWS, *PARTS),
+    )
+)
+Shape = tuple[int, ...]
+Product = tuple[int, int, int, int]  # batch, rows, columns, depth
+
+
+def _convolution(a: Mapping[str, Any], rows_of: Shape, channels: int, depth_of: Shape) -> Product:
+    """groups x [batch * positions, channels of a group's results] x [taps * channels of its operand]."""
+    groups = a["groups"]
+    return groups, rows_of[0] * math.prod(rows_of[2:]), max(1, channels // groups), math.prod(depth_of[1:])
+
+
+PRODUCT_SHAPES: Mapping[str, Callable[[Mapping[str, Any], Shape], Product]] = {
+    "mm": lambda a, y: (1, y[0], y[1], a["self"][1]),
+    "bmm": lambda a, y: (y[0], y[1], y[2], a["self"][2]),
+    "addmm": lambda a, y: (1, y[0], y[1], a["mat1"][1]),
+    "baddbmm": lambda a, y: (y[0], y[1], y[2], a["batch1"][2]),
+    "mv": lambda a, y: (1, a["self"][0], 1, a["self"][1]),
+    "dot": lambda a, y: (1, 1, 1, a["self"][0]),
+    "vdot": lambda a, y: (1, 1, 1, a["self"][0]),
+    "shardc.linear": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["x"][-1]),
+    "shardc.linear_dgrad": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["g"][-1]),
+    "shardc.linear_wgrad": lambda a, y: (1, a["g"][-1], a["x"][-1], math.prod(a["g"][:-1])),
+    "shardc.grouped_mm": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["a"][-1]),
+    "shardc.grouped_mm_wgrad": lambda a, y: (1, a["a"][-1], a["g"][-1], math.prod(a["a"][:-1])),
+    "shardc.expert_mm": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["a"][-1]),
+    "shardc.expert_wgrad": lambda a, y: (1, a["a"][-1], a["g"][-1], math.prod(a["a"][:-1])),
+    "convolution": lambda a, y: _convolution(a, a["input"] if a["transposed"] else y, a["weight"][0], a["weight"]),
+    "convolution_backward": lambda a, y: _convolution(
+        a, a["input"] if a["transposed"] else a["grad_output"], a["weight"][0], a["weight"]
+    ),
+}

@@ -1,0 +1,216 @@
+"""A graph on the streams of one rank: when each call runs, from the seconds of the calls and the executor's order.
+
+    host     issues one kernel after another, `kernel_launch_seconds` each; it runs ahead, and waits for nothing
+    compute  all kernels but the collectives', one after another, `kernel_gap_seconds` between two
+    tp, dp   the collectives of a process group, one after another
+
+A kernel starts when the host has issued it and its stream is free. A collective begins, beside that, when compute has
+come to where it begins (`ir.overlap_schedule`), and compute stands still where it is waited for until it has ended. The
+time that compute stands still is exposed: it is the collective's, or the host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from shardc.cost.call_seconds import COMPUTE, KINDS, CallCost, Kind
+from shardc.ir.account import with_additions
+from shardc.ir.call_slots import slotted_calls
+from shardc.ir.graph import Graph, Phase, info, type_of
+from shardc.ir.hardware import Hardware
+from shardc.ir.overlap_schedule import Action, schedule_of
+
+ADDITION = "add"
+
+
+class Span(NamedTuple):
+    """A call, or what is copied before or after a collective, on a stream, in seconds."""
+
+    name: str
+    kind: Kind
+    stream: str
+    start: float
+    end: float
+    phase: Phase
+    microbatch: int
+
+
+class Exposed(NamedTuple):
+    """How long compute stood still for a collective."""
+
+    node: fx.Node
+    seconds: float
+
+
+@dataclass
+class Timed:
+    """What came of a run. `idle` is how long compute waited for the host, `gaps` the time between its kernels."""
+
+    spans: list[Span] = field(default_factory=list[Span])
+    exposed: list[Exposed] = field(default_factory=list[Exposed])
+    by_call: dict[fx.Node, float] = field(default_factory=dict[fx.Node, float])  # of compute, what it stood still too
+    runs: dict[fx.Node, int] = field(default_factory=dict[fx.Node, int])
+    kinds: dict[Kind, float] = field(default_factory=dict[Kind, float])
+    seconds: float = 0.0
+    compute: float = 0.0  # when the compute stream has done all
+    host: float = 0.0  # when the host has issued all
+    idle: float = 0.0
+    gaps: float = 0.0
+    launches: int = 0
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A graph's actions in order, the first `repeated` of which run once a microbatch."""
+
+    calls: Sequence[fx.Node]
+    repeated: Sequence[Action]
+    once: Sequence[Action]
+    added: Mapping[fx.Node, int]  # call -> bytes that are added to sums after it
+
+
+def steps_of(graph: Graph) -> Steps:
+    """The actions of a rank that runs a localized graph."""
+    listed = slotted_calls(graph)
+    actions, terms = with_additions(graph, listed, schedule_of(listed))
+    added: dict[fx.Node, int] = {}
+    for call in listed.calls:
+        if size := sum(type_of(v).local_bytes(graph.mesh) for v, _, _ in call.yields if v in terms):
+            added[call.node] = size
+    nodes = [call.node for call in listed.calls]
+    many = graph.microbatches > 1
+    repeated = [a for a in actions if many and a.at < listed.repeated]
+    return Steps(nodes, repeated, [a for a in actions if not (many and a.at < listed.repeated)], added)
+
+
+def run(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware, products: float = 1.0) -> Timed:
+    """One run of a localized graph by one rank, all its microbatches, from an empty queue. Products take `products`
+    times as long as their costs say."""
+    streams = _Streams(costs, hardware, products)
+    steps = steps_of(graph)
+    for microbatch in range(graph.microbatches if steps.repeated else 0):
+        streams.do(steps, steps.repeated, microbatch)
+    streams.do(steps, steps.once, -1)
+    return streams.ended()
+
+
+class _Streams:
+    def __init__(self, costs: Mapping[fx.Node, CallCost], hardware: Hardware, products: float) -> None:
+        self.costs, self.hardware, self.products = costs, hardware, products
+        self.launch = hardware.kernel_launch_seconds
+        # Tables are measured with one launch after another: what passes between two kernels is in them.
+        self.gap = 0.0 if hardware.tables.memory is not None else hardware.kernel_gap_seconds
+        self.timed = Timed()
+        self.free: dict[str, float] = {COMPUTE: 0.0}
+        self.under_way: dict[str, tuple[float, float]] = {}  # by stream, its last collective
+        self.arrives: dict[fx.Node, tuple[float, float, float]] = {}  # end, seconds, and `busy` where it began
+        self.busy = 0.0  # of compute so far
+        contention = hardware.tables.contention
+        self.factors = dict.fromkeys(KINDS, contention.memory) | {
+            "product": contention.product,
+            "attention": contention.attention,
+            "collective": contention.collective,
+        }
+
+    def do(self, steps: Steps, actions: Sequence[Action], microbatch: int) -> None:
+        for action in actions:
+            node = steps.calls[action.at]
+            cost = self.costs[node]
+            if action.kind in ("run", "begin"):
+                self.timed.runs[node] = self.timed.runs.get(node, 0) + 1
+            match action.kind:
+                case "run" if cost.kind == "collective":
+                    self._begin(node, cost, microbatch)
+                    self._wait(node, cost, microbatch)
+                case "run":
+                    seconds = cost.seconds * self.products if cost.kind == "product" else cost.seconds
+                    self._kernel(node, cost.kind, seconds, cost.launches, microbatch)
+                case "begin":
+                    self._begin(node, cost, microbatch)
+                case "wait":
+                    self._wait(node, cost, microbatch)
+                case "add":
+                    seconds = self.hardware.memory_seconds(3 * steps.added[node])
+                    self._kernel(node, "elementwise", seconds, 1, microbatch, f".{ADDITION}")
+                case "free":
+                    pass
+
+    def _issue(self, launches: int) -> float:
+        """The host issues a call's kernels: when the first of them may start."""
+        timed = self.timed
+        first = timed.host + self.launch
+        timed.host += self.launch * launches
+        timed.launches += launches
+        return first
+
+    def _slowed(self, kind: Kind, start: float, seconds: float) -> float:
+        """How long a kernel takes whose work takes so long alone: more while a collective is under way."""
+        factor = self.factors[kind]
+        if factor == 1.0:
+            return seconds
+        at, left = start, seconds
+        for first, last in sorted(self.under_way.values()):
+            if last <= at:
+                continue
+            alone = max(0.0, first - at)
+            if alone >= left:
+                break
+            at, left = max(at, first), left - alone
+            beside = min(left, (last - at) / factor)
+            at, left = at + beside * factor, left - beside
+        return at + left - start
+
+    def _kernel(
+        self, node: fx.Node, kind: Kind, seconds: float, launches: int, microbatch: int, suffix: str = ""
+    ) -> None:
+        if not launches:
+            return
+        timed = self.timed
+        gap = self.gap if timed.launches else 0.0
+        free, issued = self.free[COMPUTE] + gap, self._issue(launches)
+        start, gaps = max(free, issued), self.gap * (launches - 1)
+        seconds = self._slowed(kind, start, seconds)
+        self.busy += seconds
+        end = max(start + seconds + gaps, timed.host)  # the last of its kernels runs when it has been issued
+        timed.idle += end - free - seconds - gaps
+        timed.gaps += gap + gaps
+        timed.kinds[kind] = timed.kinds.get(kind, 0.0) + seconds
+        timed.by_call[node] = timed.by_call.get(node, 0.0) + seconds
+        about = info(node)
+        timed.spans.append(Span(about.name + suffix, kind, COMPUTE, start, end, about.phase, microbatch))
+        self.free[COMPUTE] = end
+
+    def _begin(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
+        if cost.before:
+            self._kernel(node, "copy", cost.before, 1, microbatch, ".before")
+        timed, about = self.timed, info(node)
+        timed.host += cost.issuing
+        timed.launches += 1
+        start = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0), timed.host)
+        end = start + cost.seconds
+        timed.kinds["collective"] = timed.kinds.get("collective", 0.0) + cost.seconds
+        timed.spans.append(Span(about.name, "collective", cost.stream, start, end, about.phase, microbatch))
+        self.free[cost.stream] = end
+        self.under_way[cost.stream] = start, end
+        self.arrives[node] = end, cost.seconds, self.busy
+
+    def _wait(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
+        free, (end, seconds, busy) = self.free[COMPUTE], self.arrives.pop(node)
+        # Beside kernels it was slower; what came after it in its stream is taken to have had time.
+        end += (self.factors["collective"] - 1) * min(seconds, self.busy - busy)
+        if end > free:
+            self.timed.exposed.append(Exposed(node, end - free))
+            self.timed.by_call[node] = self.timed.by_call.get(node, 0.0) + end - free
+            self.free[COMPUTE] = end
+        if cost.after:
+            self._kernel(node, "copy", cost.after, 1, microbatch, ".after")
+
+    def ended(self) -> Timed:
+        timed = self.timed
+        timed.compute = max(0.0, self.free[COMPUTE])
+        timed.seconds = max(*self.free.values(), timed.host, 0.0)
+        return timed

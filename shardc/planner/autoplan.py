@@ -1,0 +1,269 @@
+"""`shardc.autoplan`: the best plans for a model on a number of ranks, ranked by predicted time under a memory bound."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.compiler.binding import check_module, read_plan
+from shardc.compiler.request import Request, compiled, rows_of
+from shardc.ir.default_device import on_cpu
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.gc_pause import gc_paused
+from shardc.ir.hardware import Hardware
+from shardc.partition.prediction import predict
+from shardc.partition.staged_program import one_stage
+from shardc.plan.hardware import find_hardware
+from shardc.plan.schema import Plan, read_bytes
+from shardc.planner.candidate import Candidate
+from shardc.planner.inner import Inner
+from shardc.planner.layer_costs import LayerCosts
+from shardc.planner.ranking import RankedPlan, Ranking
+from shardc.planner.reasons import GIB, reason
+from shardc.planner.reduced_model import KEPT, reduced
+from shardc.planner.search import Limits, Outcome, Priced, search
+from shardc.planner.small_program import Subject, elements_a_row, resized
+from shardc.planner.step_costs import estimate
+
+MOST_STAGES = 8  # of a program that is compiled to confirm a plan: each has a layer
+MOST_LAYERS = 4  # of a model that is compiled whole
+DEFAULT_PRECISION = "bf16"
+SHOWN_OTHERS = 6
+
+
+@on_cpu
+@gc_paused()
+def autoplan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    gpus: int,
+    memory: int | str = "80GiB",
+    hardware: str | Path | Hardware = "h200",
+    rows: int | None = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: Callable[[nn.Module], Any] | None = None,
+    keep: Plan | Mapping[str, Any] | str | Path | None = None,
+    precision: str | None = DEFAULT_PRECISION,
+    top: int = 5,
+    confirm: int = 1,
+) -> Ranking:
+    """The best plans of a training step, the fastest that fits first.
+
+        ranking = shardc.autoplan(model, batch, gpus=8, memory="80GiB", hardware="h200")
+        print(ranking)                      # a table: time, memory, and why each other one loses
+        program = shardc.compile(model, batch, plan=ranking.best.plan)
+
+    model      an nn.Module; on the meta device nothing is allocated
+    batch      a sample batch, as `compile` takes it; its first dim is the rows of a step, unless `rows` says another
+    gpus       how many ranks
+    memory     what a rank may hold, "80GiB" or bytes: leave room for the CUDA context and the allocator
+    hardware   the name of a file in configs/hardware, the path of one, or a `Hardware`
+    loss       as `compile` takes it
+    optimizer  a function from a model to its optimizer; None: AdamW
+    keep       a plan that every plan keeps: axes of its mesh have their sizes, annotations their placements, and what
+               it says of storage, recomputation, the pipeline or precision stays
+    precision  what to compute in where `keep` does not say: "bf16", "fp16", or None for the model's own dtypes
+    top        how many plans
+    confirm    so many of the best are compiled, with a layer a stage, and ranked by that program's prediction
+
+    Raises ShardcError: SC250 where no plan fits, SC251 for ranks or rows that cannot be planned for, SC208 for unknown
+    hardware, and what `compile` raises for a model that it cannot trace.
+    """
+    check_module(model)
+    chosen, name = find_hardware(hardware)
+    kept = read_plan(keep) if keep is not None else Plan()
+    if kept.precision is None and precision is not None and _is_float32(model):
+        kept = kept.merge(Plan.of(precision=precision))
+    total = rows_of(batch) if rows is None else rows
+    _check(gpus, total, top)
+    limit = read_bytes(memory)
+    if not limit:
+        raise error("SC251", "a rank with no memory holds no plan", hint='pass memory="80GiB", say')
+    node = chosen.accelerators_per_node
+    widest = max(d for d in range(1, min(gpus, node) + 1) if gpus % d == 0)
+    make = optimizer or _adamw
+    subject = Subject(model, resized(batch, total), loss, chosen, kept, make, max(2, widest))
+    limits = Limits(gpus, limit, total, elements_a_row(batch), pinned(kept, gpus))
+    outcome = search(subject, limits)
+    fitting = outcome.fitting(limit)
+    if not fitting:
+        raise _nothing_fits(outcome, limits, subject)
+    return _Ranker(subject, limits, outcome, fitting, name).ranking(top, confirm)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def _is_float32(model: nn.Module) -> bool:
+    return all(p.dtype == torch.float32 for p in model.parameters() if p.is_floating_point())
+
+
+def _check(gpus: int, rows: int, top: int) -> None:
+    for what, count, hint in (
+        ("ranks", gpus, "pass gpus=8, say"),
+        ("rows of a batch", rows, "pass a batch whose first dim is its rows"),
+        ("plans", top, "pass top=5, say"),
+    ):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise error("SC251", f"{count!r} is no number of {what}", hint=hint)
+
+
+def pinned(kept: Plan, gpus: int) -> dict[str, tuple[object, ...]]:
+    """What a plan fixes of a candidate, by field. Raises ShardcError (SC251) for a mesh that the ranks do not have."""
+    fixed: dict[str, tuple[object, ...]] = {}
+    for axis, size in kept.mesh.axes if kept.mesh is not None else ():
+        if axis not in ("pp", "dp", "ep", "cp", "tp"):
+            hint = "name the axes pp, dp, ep, cp and tp"
+            raise error("SC251", f"the planner has no axis '{axis}', which the plan's mesh names", hint=hint)
+        if gpus % size:
+            hint = f"pass a number of ranks that {axis}={size} divides"
+            raise error("SC251", f"{gpus} ranks are no multiple of the plan's {axis}={size}", hint=hint)
+        fixed[axis] = (size,)
+    said = kept.model_fields_set
+    if "storage" in said:
+        fixed["zero"] = (kept.storage.zero,)
+    if "recompute" in said:
+        fixed["recompute"] = (kept.recompute.mode,)
+    if kept.pipeline is not None:
+        fixed |= {"schedule": (kept.pipeline.schedule,), "microbatches": (kept.pipeline.microbatches,)}
+        if kept.pipeline.virtual is not None:
+            fixed["virtual"] = (kept.pipeline.virtual,)
+    elif kept.accumulate > 1:
+        fixed |= {"microbatches": (kept.accumulate,), "pp": (1,)}
+    return fixed
+
+
+def _nothing_fits(outcome: Outcome, limits: Limits, subject: Subject) -> ShardcError:
+    every = [*outcome.priced, *outcome.guessed]
+    if not every:
+        if outcome.refused:
+            return next(iter(outcome.refused.values()))
+        message = f"{limits.gpus} ranks cannot divide a step of {limits.batch} rows"
+        fixed = ", ".join(f"{name}={'|'.join(map(str, values))}" for name, values in limits.pinned.items())
+        hint = "pass a batch that more of the ranks' divisors divide" + (f"; kept are {fixed}" if fixed else "")
+        return ShardcError(Diagnostic("SC251", message, hint=hint))
+    least = min(every, key=lambda p: p.estimate.memory.total)
+    held = least.estimate.memory.total / GIB
+    ranks = limits.gpus * 2
+    while ranks < limits.gpus * 1024 and held * limits.gpus / ranks > limits.memory / GIB:
+        ranks *= 2
+    message = f"no plan fits {limits.memory / GIB:g} GiB on {limits.gpus} ranks: the smallest needs {held:.1f} GiB"
+    cause = f"{least.candidate}"
+    hint = f"ranks of {held:.0f} GiB, about {ranks} ranks, shorter sequences, or a smaller batch would make it fit"
+    return ShardcError(Diagnostic("SC250", message, cause=cause, hint=hint))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ranker:
+    subject: Subject
+    limits: Limits
+    outcome: Outcome
+    fitting: list[Priced]
+    hardware: str
+
+    def ranking(self, top: int, confirm: int) -> Ranking:
+        best = self._distinct(top)
+        ranked = [self._ranked(p, "") for p in best]
+        notes: list[str] = []
+        for number in range(min(confirm, len(ranked))):
+            ranked[number] = self._confirmed(best[number], ranked[number])
+        first = sorted(ranked[:confirm], key=lambda r: (not r.fits, r.step_ms)) + ranked[confirm:]
+        order = {id(r): p for r, p in zip(ranked, best, strict=True)}
+        leader = order[id(first[0])]
+        plans = [first[0]] + [dataclasses.replace(r, reason=self._reason(order[id(r)], leader)) for r in first[1:]]
+        others = [self._ranked(p, self._reason(p, leader)) for p in self._others(leader, best)]
+        considered = len(self.outcome.priced) + len(self.outcome.guessed)
+        if refused := len({(i.tp, i.cp, i.ep) for i in self.outcome.refused}):
+            notes.append(f"{refused} ways of placing layers cannot be compiled, and were left out")
+        return Ranking(tuple(plans), tuple(others), considered, self.subject.compiles, tuple(notes))
+
+    def _distinct(self, top: int) -> list[Priced]:
+        """The fastest, one for each mesh, level of storage and recomputation."""
+        chosen: dict[object, Priced] = {}
+        for p in self.fitting:
+            c = p.candidate
+            chosen.setdefault((c.mesh, c.zero, c.recompute), p)
+        return list(chosen.values())[:top]
+
+    def _others(self, leader: Priced, shown: list[Priced]) -> list[Priced]:
+        """For each choice the fastest candidate that makes it otherwise, whether it fits or not."""
+        found: dict[Candidate, Priced] = {}
+        known = {p.candidate for p in shown}
+        everything = sorted(self.outcome.priced, key=lambda p: p.seconds)
+        for name in ("tp", "pp", "cp", "ep", "zero", "recompute", "sequence", "rows"):
+            value = getattr(leader.candidate, name)
+            other = next((p for p in everything if getattr(p.candidate, name) != value), None)
+            if other is not None and other.candidate not in known:
+                found.setdefault(other.candidate, other)
+        return list(found.values())[:SHOWN_OTHERS]
+
+    def _reason(self, loser: Priced, leader: Priced) -> str:
+        return reason(loser, leader, self.limits.memory, self.subject.hardware)
+
+    def _ranked(self, p: Priced, why: str) -> RankedPlan:
+        layers = sum(run.count * run.period for run in self.subject.runs)
+        few = KEPT * sum(run.period for run in self.subject.runs)
+        basis = f"extrapolated from a compiled microbatch of {few} of {layers} equal layers"
+        if not self.subject.runs:
+            basis = "extrapolated from a compiled microbatch of the whole model"
+        return self._of(p, p.seconds, round(p.estimate.memory.total), basis, why)
+
+    def _of(self, p: Priced, seconds: float, peak: int, basis: str, why: str) -> RankedPlan:
+        c = p.candidate
+        base = self.subject.costs(Inner())
+        flops = base.total().flops * self.limits.batch if isinstance(base, LayerCosts) else 0.0
+        peak_rate = self.subject.hardware.bf16_flops_per_second * self.limits.gpus
+        return RankedPlan(
+            self._plan(c),
+            c,
+            p.estimate,
+            seconds * 1e3,
+            self.limits.batch * self.limits.length / seconds,
+            flops / (peak_rate * seconds),
+            peak,
+            peak <= self.limits.memory,
+            basis,
+            why,
+        )
+
+    def _plan(self, c: Candidate) -> Plan:
+        plan = c.plan(self.subject.placements, self.subject.kept)
+        return plan.model_copy(update={"hardware": self.subject.kept.hardware})
+
+    def _confirmed(self, p: Priced, ranked: RankedPlan) -> RankedPlan:
+        """The plan compiled for a model of one layer a stage, or for the whole of a small one; and what its prediction
+        says of the closed form."""
+        subject, c = self.subject, p.candidate
+        layers = sum(run.count for run in subject.runs)
+        few = max(KEPT, -(-c.stages // max(1, len(subject.runs))))
+        whole = layers <= MOST_LAYERS or not subject.runs
+        if c.stages > MOST_STAGES:
+            basis = f"{ranked.basis}; not compiled in its {c.stages} stages"
+            return dataclasses.replace(ranked, basis=basis)
+        model = subject.model if whole else reduced(subject.model, subject.runs, few)
+        request = Request(
+            model,
+            subject.rows(self.limits.batch),
+            plan=ranked.plan.model_copy(update={"accumulate": ranked.plan.accumulate}),
+            loss=subject.loss,
+            optimizer=subject.optimizer(model),
+            checked=False,
+        )
+        made = compiled(request).graphs
+        staged = made.pipelined or one_stage(made.body)
+        prediction = predict(staged, made.reference, subject.hardware, self.hardware)
+        costs = subject.costs(c.inner)
+        assert isinstance(costs, LayerCosts), "a candidate that was priced has compiled layers"
+        runs = costs.runs if whole else tuple((part, min(few, count)) for part, count in costs.runs)
+        closed = estimate(c, dataclasses.replace(costs, runs=runs), subject.hardware, subject.numbers)
+        seconds = p.seconds * prediction.step_ms / 1e3 / closed.seconds
+        peak = round(p.estimate.memory.total + prediction.peak_bytes - closed.memory.total)
+        said = "the whole model" if whole else f"{few} of {layers} equal layers, and extrapolated to all"
+        return self._of(p, seconds, peak, f"compiled and predicted as a step of {said}", ranked.reason)

@@ -1,0 +1,108 @@
+"""Why a candidate is not the best, in plain words: the largest of what it spends more, or what it holds too much.
+
+does not fit: 93.0 GiB of 80, of which activations 51.2 (8 microbatches in flight)
+tp=16 spans nodes: its collectives take 41 ms more
+bubble 23 %: 16 microbatches in 8 stages
+"""
+
+from __future__ import annotations
+
+from shardc.ir.hardware import Hardware
+from shardc.planner.candidate import ORDER, Candidate
+from shardc.planner.search import Priced
+from shardc.planner.step_costs import Estimate, Memory, group
+
+GIB = 2**30
+NEXT_BEST = "as fast as the best, within what a prediction tells"
+NEAR = 0.002
+
+
+def reason(loser: Priced, best: Priced, memory: float, hardware: Hardware) -> str:
+    """Why one loses against the other."""
+    if loser.estimate.memory.total > memory:
+        return does_not_fit(loser.estimate.memory, memory)
+    more = loser.seconds - best.seconds
+    if more <= NEAR * best.seconds:
+        return NEXT_BEST
+    causes = sorted(_causes(loser, best, hardware), reverse=True)
+    spent, text = causes[0]
+    return text if spent >= 0.4 * more else "; ".join(text for _, text in causes[:2])
+
+
+def does_not_fit(held: Memory, memory: float) -> str:
+    """What a rank would hold, of what it may, and the largest share."""
+    shares = {
+        "activations": held.activations,
+        "weights": held.weights,
+        "gradients": held.gradients,
+        "the optimizer's state": held.state,
+        "what one layer needs meanwhile": held.transient,
+    }
+    name = max(shares, key=lambda key: shares[key])
+    flying = f" ({held.in_flight} microbatches in flight)" if name == "activations" and held.in_flight > 1 else ""
+    size = f"{held.total / GIB:.1f} GiB of {memory / GIB:.0f}"
+    return f"does not fit: {size}, of which {name} {shares[name] / GIB:.1f}{flying}"
+
+
+def _causes(loser: Priced, best: Priced, hardware: Hardware) -> list[tuple[float, str]]:
+    c, a, b = loser.candidate, loser.estimate, best.estimate
+    share = 100 * a.bubble / a.seconds
+    causes = [
+        (a.bubble - b.bubble, f"bubble {share:.0f} %: {c.microbatches} microbatches in {c.stages} stages"),
+        (a.transfers - b.transfers, f"transfers between stages take {_ms(a.transfers - b.transfers)} more"),
+        (a.data - b.data, f"{_sums(c)} take {_ms(a.data - b.data)} more, with nothing to hide behind"),
+        (a.update - b.update, f"the update takes {_ms(a.update - b.update)} more: {_update(c)}"),
+        (a.recomputed - b.recomputed, f"recomputes for {_ms(a.recomputed - b.recomputed)} more"),
+        (_alone(a) - _alone(b), f"computes for {_ms(_alone(a) - _alone(b))} more: {_smaller(c, best.candidate)}"),
+    ]
+    sent = a.sent - b.sent
+    axis = max(("tp", "cp", "ep"), key=lambda name: _spent(a, name) - _spent(b, name))
+    if c.zero == 3 and sum(a.collectives.values()) < a.sent:
+        causes.append((sent, f"zero 3 waits {_ms(sent)} more for weights, gathered each microbatch"))
+    else:
+        causes.append((sent, f"{_where(c, axis, hardware)}: its collectives take {_ms(sent)} more"))
+    return causes
+
+
+def _alone(estimate: Estimate) -> float:
+    """Computing, without waits and without what is recomputed."""
+    return estimate.work - estimate.sent - estimate.recomputed
+
+
+def _spent(estimate: Estimate, axis: str) -> float:
+    return sum(seconds for axes, seconds in estimate.collectives.items() if axis in axes.split("."))
+
+
+def _where(c: Candidate, axis: str, hardware: Hardware) -> str:
+    """An axis, and whether its groups leave a node."""
+    size = getattr(c, axis)
+    spans = size > 1 and len(group(hardware, c.mesh, (axis,)).extents) > 1
+    whole = "" if axis != "tp" or c.sequence or size == 1 else ", without sequence parallelism"
+    return f"{axis}={size}{' spans nodes' if spans else ''}{whole}"
+
+
+def _sums(c: Candidate) -> str:
+    return "sums of gradients" if c.zero in (0, 3) else "sums of gradients and gathers of weights"
+
+
+def _update(c: Candidate) -> str:
+    return "each rank updates all of its weights" if not c.zero else "more weights a rank"
+
+
+def _smaller(c: Candidate, best: Candidate) -> str:
+    divided, other = c.tp * c.cp, best.tp * best.cp
+    if c.rows * other < best.rows * divided:
+        return f"smaller products, of {c.rows} row{'s' if c.rows > 1 else ''} over {divided} ranks"
+    if c.pp > best.pp:
+        return "stages are uneven"
+    return "its layers are slower so placed"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if abs(seconds) >= 0.01 else f"{seconds * 1e3:.2f} ms"
+
+
+def differs(a: Candidate, b: Candidate) -> str:
+    """How a candidate differs from another."""
+    names = (*ORDER, "sequence", "zero", "recompute", "rows", "schedule", "virtual", "reduce")
+    return ", ".join(f"{name}={getattr(a, name)}" for name in names if getattr(a, name) != getattr(b, name))

@@ -1,0 +1,1 @@
+"""What a machine takes, measured, and written as a file of hardware."""

@@ -1,0 +1,162 @@
+"""Measures the machine at hand and writes a file of hardware: `shardc calibrate`.
+
+    processes   one a rank, on this machine (NCCL on GPUs, gloo on CPUs), or those of a job under torchrun
+    each        its device's products, kernels and attention, all ranks at the same time; then collectives together
+    rank 0      its rows, as they come, into a file of JSON lines
+    afterwards  the fit of those rows (`fit`), as YAML (`write`), each figure with its source
+
+Ranks of CPUs share memory and cores, so each measures what it gets of them while the others work, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from shardc.ir.device_rates import ProductRate
+from shardc.ir.diagnostic import error
+from shardc.ir.hardware import Hardware
+from shardc.runtime.calibrate.device import rows as device_rows
+from shardc.runtime.calibrate.fit import quantities, tables
+from shardc.runtime.calibrate.peers import Peers
+from shardc.runtime.calibrate.rows import Row, read_rows
+from shardc.runtime.calibrate.write import hardware_yaml
+from shardc.torch_compat import hosted_store
+
+DEVICE_SHARE = 0.4  # of the seconds, where there are peers
+# Tiles of a GPU's products, with the share of the rate that each reaches (estimated).
+TILES = (((128, 256), 1.0), ((256, 128), 1.0), ((128, 128), 0.85), ((128, 64), 0.6), ((64, 128), 0.6), ((64, 64), 0.4))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is measured: the device, how many ranks, and for how long."""
+
+    device: str
+    world: int
+    seconds: float
+
+    @classmethod
+    def at_hand(cls, device: str | None, world: int | None, seconds: float) -> Machine:
+        """The devices of this host, one a rank; on a CPU two ranks. Raises ShardcError (SC506) for more than there are
+        GPUs, or for GPUs where there is none."""
+        count = torch.cuda.device_count()
+        device = device or ("cuda" if count else "cpu")
+        world = int(os.environ.get("WORLD_SIZE", world or (count if device == "cuda" else 2)))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if device == "cuda" and here > count:
+            message = f"{here} processes on this host need as many GPUs, and there are {count}"
+            raise error("SC506", message, hint="write --device cpu" if not count else f"write --world {count}")
+        return cls(device, world, seconds)
+
+
+def measure(machine: Machine, file: Path) -> list[Row] | None:
+    """Measure, and leave the rows in a file as they come. None of a rank under torchrun that is not the first.
+
+    Starting processes comes on top of the machine's seconds.
+    """
+    file.write_text("")
+    if "RANK" in os.environ:
+        rank = int(os.environ["RANK"])
+        _measure(rank, machine, str(file), {})
+        return read_rows(file) if rank == 0 else None
+    if machine.world == 1:
+        _measure(0, machine, str(file), {})
+    else:
+        with hosted_store() as variables:
+            mp.spawn(_measure, (machine, str(file), variables), machine.world)
+    return read_rows(file)
+
+
+def _measure(rank: int, machine: Machine, file: str, variables: Mapping[str, str]) -> None:
+    """One process's part: the first writes what it finds."""
+    torch.manual_seed(0)
+    if variables:
+        os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(machine.world))
+    if machine.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // machine.world))
+    alone = machine.world == 1
+
+    def note(row: Mapping[str, Any]) -> None:
+        if rank == 0:
+            with Path(file).open("a", encoding="utf-8") as out:
+                out.write(json.dumps(row) + "\n")
+
+    if not alone:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if machine.device == "cuda" else "gloo")
+        dist.barrier()
+    begin = time.perf_counter()
+    try:
+        for row in device_rows(machine.device, machine.seconds * (1 if alone else DEVICE_SHARE)):
+            note(row)
+        if not alone:
+            # Device rows end early where a size is left out, and late where one takes long.
+            left = max(machine.seconds * (1 - DEVICE_SHARE) / 2, machine.seconds - (time.perf_counter() - begin))
+            for row in Peers(machine.device).rows(left):
+                note(row)
+    finally:
+        if not alone:
+            dist.destroy_process_group()
+
+
+def product_like(device: str) -> ProductRate | None:
+    """Units and tiles of the GPU at hand; of a CPU none."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return None
+    units = torch.cuda.get_device_properties(0).multi_processor_count
+    return ProductRate(dtypes=(), flops_per_second=1e14, units=units, tiles=TILES)
+
+
+def hardware_text(rows: Sequence[Row], device: str, world: int, title: Sequence[str]) -> str:
+    """The file of hardware that rows come to."""
+    fitted = tables(rows, product_like(device))
+    told: dict[str, Any] = quantities(rows, fitted)
+    told["network_bytes_per_second"] = told.get("link_bytes_per_second", Hardware().network_bytes_per_second)
+    told["accelerators_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if device == "cpu":
+        told["unaligned_slowdown"] = 1
+    sources = dict.fromkeys(told, "measured") | {
+        "network_bytes_per_second": "not measured: as inside the node",
+        "accelerators_per_node": "the ranks of this host that were measured",
+        "unaligned_slowdown": "a CPU's products have no rows to align",
+        "products": "fitted, with the samples that were measured",
+        "attention": "fitted: start, rate and waste on the diagonal",
+        "memory": "measured: an elementwise kernel by the bytes that it moves",
+        "links": "measured; times that fell as messages grew are averaged",
+        "contention": "measured: medians beside each other, by those alone",
+    }
+    Hardware.of({**told, **fitted})  # refuses what no file may have
+    return hardware_yaml({**told, **fitted}, sources, title)
+
+
+def about_this_host(machine: Machine) -> list[str]:
+    """Of the file's head: what was measured, with what, and when."""
+    on_gpus = machine.device == "cuda"
+    name = torch.cuda.get_device_name(0) if on_gpus else f"{os.cpu_count()} cores, {platform.machine()}"
+    versions = f"{'NCCL' if on_gpus else 'gloo'}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    return [
+        f"{machine.world} ranks, {name}; {versions}. What is not here is as in default.yaml.",
+        "",
+        f"Written by: shardc calibrate --device {machine.device} --world {machine.world} --seconds {machine.seconds:g}",
+    ]
+
+
+def calibrate(machine: Machine, file: Path | None = None) -> str | None:
+    """Measure this machine and fit: the text of a file of hardware; None in a rank that is not the first. The rows are
+    left in `file` if one is given."""
+    with tempfile.TemporaryDirectory(prefix="shardc-") as folder:
+        rows = measure(machine, file or Path(folder) / "rows.jsonl")
+    return None if rows is None else hardware_text(rows, machine.device, machine.world, about_this_host(machine))

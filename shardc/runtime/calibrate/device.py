@@ -1,0 +1,148 @@
+"""Rows of what one device takes: products, elementwise kernels, attention, launches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from shardc.runtime.calibrate.timing import Times, coarse_first, replayed, timed
+
+Shape = tuple[int, int, int, int]  # batch, rows, columns, depth
+# Cubes; each of rows, columns and depth small in turn; batches as attention's; odd sizes.
+CPU_PRODUCTS: Sequence[Shape] = (
+    (1, 32, 32, 32), (1, 64, 64, 64), (1, 128, 128, 128), (1, 256, 256, 256), (1, 512, 512, 512), (1, 768, 768, 768),
+    (1, 1024, 256, 256), (1, 256, 1024, 256), (1, 256, 256, 1024), (1, 8, 512, 512), (1, 512, 16, 512),
+    (8, 64, 64, 32), (16, 128, 128, 32), (1, 257, 255, 129),
+)  # fmt: skip
+GPU_PRODUCTS: Sequence[Shape] = (
+    (1, 256, 256, 256), (1, 512, 512, 512), (1, 1024, 1024, 1024), (1, 2048, 2048, 2048), (1, 4096, 4096, 4096),
+    (1, 8192, 8192, 8192), (1, 8192, 4096, 4096), (1, 8192, 1024, 4096), (1, 8192, 4096, 1024), (1, 4096, 4096, 8192),
+    (1, 8192, 16384, 4096), (1, 8192, 4096, 16384), (1, 2048, 4096, 4096), (1, 2048, 2048, 8192), (1, 128, 4096, 4096),
+    (1, 16, 4096, 4096), (1, 8192, 50304, 2048), (64, 2048, 2048, 128), (64, 2048, 128, 2048), (32, 512, 512, 64),
+)  # fmt: skip
+FEW = 5  # shapes of the dtypes that are not the device's first
+DTYPES = {
+    "cpu": (torch.float32, torch.float64, torch.bfloat16),
+    "cuda": (torch.bfloat16, torch.float32, torch.float64),
+}
+CPU_MOVED = [2**n for n in range(14, 28, 2)]
+GPU_MOVED = [2**n for n in range(20, 33)]
+# Batch, heads, sequence, width of a head; causal.
+CPU_ATTENTION = ((1, 4, 64, 32), (2, 4, 128, 32), (2, 8, 256, 32), (1, 4, 512, 64))
+GPU_ATTENTION = (
+    *((1, 16, 2048, 128), (4, 8, 2048, 128), (4, 16, 2048, 128), (4, 32, 2048, 128), (2, 8, 4096, 128)),
+    *((2, 32, 4096, 128), (1, 8, 8192, 128), (1, 32, 8192, 128)),
+)
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+SHARES = {"product": 0.5, "ceiling": 0.2, "attention": 0.25, "launch": 0.05}  # of the time that there is
+
+
+def rows(device: str, seconds: float) -> Iterator[dict[str, Any]]:
+    """All rows, in about so many seconds. What would begin late is left out."""
+    yield from products(device, seconds * SHARES["product"])
+    yield from elementwise(device, seconds * SHARES["ceiling"])
+    yield from attention(device, seconds * SHARES["attention"])
+    yield from launches(device, seconds * SHARES["launch"])
+
+
+def on_device(call: Any, budget: float, device: str) -> Times:
+    """A call's own time: on a GPU replayed from a graph, so that issuing it is not in it."""
+    return replayed(call, budget) if device == "cuda" else timed(call, budget, device)
+
+
+def products(device: str, seconds: float) -> Iterator[dict[str, Any]]:
+    first, *others = DTYPES[device]
+    shapes = GPU_PRODUCTS if device == "cuda" else CPU_PRODUCTS
+    wanted = [(first, shape) for shape in shapes]
+    wanted += [(dtype, shape) for dtype in others for shape in shapes[1 : FEW + 1]]
+    for (dtype, (batch, m, n, k)), budget in _shared(coarse_first(wanted), seconds):
+        a, b = torch.randn(batch, m, k, device=device).to(dtype), torch.randn(batch, n, k, device=device).to(dtype)
+        out = torch.empty(batch, m, n, device=device, dtype=dtype)
+        # The second operand lies as a linear layer's weight does.
+        if batch == 1:
+            call = _bound(torch.mm, a[0], b[0].t(), out=out[0])
+        else:
+            call = _bound(torch.bmm, a, b.transpose(1, 2), out=out)
+        times = on_device(call, budget, device)
+        name = str(dtype).removeprefix("torch.")
+        yield {"kind": "product", "dtype": name, "batch": batch, "rows": m, "columns": n, "depth": k, **times.row()}
+
+
+def elementwise(device: str, seconds: float) -> Iterator[dict[str, Any]]:
+    moved = GPU_MOVED if device == "cuda" else CPU_MOVED
+    for size, budget in _shared(coarse_first(moved), seconds):
+        x = torch.ones(size // 8, device=device)
+        times = on_device(_bound(torch.neg, x, out=torch.empty_like(x)), budget, device)
+        yield {"kind": "ceiling", "how": "neg", "mib": size / 2**20, **times.row(1e-3, "ms")}
+
+
+def attention(device: str, seconds: float) -> Iterator[dict[str, Any]]:
+    shapes = GPU_ATTENTION if device == "cuda" else CPU_ATTENTION
+    dtype = DTYPES[device][0]
+    backends = BACKENDS if device == "cuda" else {"": None}
+    wanted = [(name, shape) for shape in shapes for name in backends]
+    for (name, (batch, heads, sequence, width)), budget in _shared(coarse_first(wanted), seconds):
+        shape = (batch, heads, sequence, width)
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        gradient = torch.randn(shape, device=device, dtype=dtype)
+
+        def forward(
+            q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, backend: Any = backends[name]
+        ) -> torch.Tensor:
+            if backend is None:
+                return scaled_dot_product_attention(q, k, v, is_causal=True)
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def both(forward: Any = forward, of: Any = (q, k, v), gradient: torch.Tensor = gradient) -> Any:
+            return torch.autograd.grad(forward(), of, gradient)
+
+        try:
+            with torch.no_grad():
+                fwd = on_device(forward, budget / 3, device)
+            fwd_bwd = on_device(both, budget * 2 / 3, device)
+        except RuntimeError:  # this device has no such backend
+            continue
+        about = {"backend": name, "dtype": str(dtype).removeprefix("torch."), "mb": batch, "heads": heads}
+        times = {**fwd.row(1e-3, "fwd_ms"), **fwd_bwd.row(1e-3, "fwd_bwd_ms")}
+        yield {"kind": "attention", **about, "kv_heads": heads, "sequence": sequence, "width": width, **times}
+
+
+def launches(device: str, seconds: float) -> Iterator[dict[str, Any]]:
+    """`launch`: the CPU's time for one call that does next to nothing. `gap`: a GPU's between two such kernels."""
+    x = torch.ones(8, device=device)
+    call = _bound(torch.neg, x, out=torch.empty_like(x))
+    if device == "cpu":
+        yield {"kind": "launch", "what": "launch", **timed(call, seconds, device).row()}
+        return
+    count, samples = 500, list[float]()
+    for _ in range(10):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        samples.append((time.perf_counter() - begin) / count)
+    yield {"kind": "launch", "what": "launch", **Times(tuple(samples)).row()}
+    yield {"kind": "launch", "what": "gap", **replayed(call, seconds / 2).row()}
+
+
+def _bound(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call() -> None:
+        function(*args, **kwargs)
+
+    return call
+
+
+def _shared(wanted: Sequence[Any], seconds: float) -> Iterator[tuple[Any, float]]:
+    """What is to be measured, each with its part of the time that is left; nothing once none is."""
+    end = time.perf_counter() + seconds
+    for index, item in enumerate(wanted):
+        left = end - time.perf_counter()
+        if left <= 0 and index:
+            return
+        yield item, left / (len(wanted) - index)

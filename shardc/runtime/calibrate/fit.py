@@ -1,0 +1,225 @@
+"""Tables of hardware that come nearest to measurements.
+
+collectives   a series a kind, group size and graph: medians, which never fall as messages grow (`ir.curve.rising`).
+              With graphs, messages are measured up to some size; beyond it those without count, from where they take
+              half as long again as the shortest: there the CPU does not bound them.
+attention     start, rate and waste on the diagonal, a direction and backend: least squares of relative errors over
+              the shapes' shortest times. A shape's longer ones waited for the CPU.
+memory        an elementwise kernel by bytes
+products      rate, start of a product and start of a tile, by a search; samples correct what is left
+launches      medians
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations, product
+from statistics import median
+from typing import Any
+
+import torch
+
+from shardc.ir.curve import rising
+from shardc.ir.device_rates import ProductRate
+from shardc.ir.hardware import DTYPES
+from shardc.ir.links import sent_share
+from shardc.runtime.calibrate.rows import Row
+
+KINDS = {"p2p": "send", "ring_shift": "permute"}
+ISSUED = 1.5  # times the shortest of a series, from where the CPU does not bound it
+SMALLEST = 2.5e-6  # seconds of a kernel that moves next to nothing
+BACKWARD = 2.5  # FLOPs of an attention's backward, by those of its forward
+SEQUENTIAL = ProductRate(dtypes=(), flops_per_second=1e12)  # no tiles: time by FLOPs, as on a CPU
+Points = tuple[tuple[float, float], ...]
+
+
+def tables(rows: Sequence[Row], like: ProductRate | None = None) -> dict[str, Any]:
+    """Tables, as `Hardware.of` takes them, of what the rows tell. Links are of one level, inside a node; products have
+    the units and tiles of `like`."""
+    by_kind: dict[str, list[Row]] = {}
+    for row in rows:
+        by_kind.setdefault(row["kind"], []).append(row)
+    fitted: dict[str, Any] = {}
+    if ceilings := by_kind.get("ceiling"):
+        fitted["memory"] = memory_points(ceilings)
+    if products := by_kind.get("product"):
+        memory_rate = fitted["memory"][-1][0] / fitted["memory"][-1][1] if "memory" in fitted else 1e18
+        rates = [product_rate(of, like or SEQUENTIAL, memory_rate) for of in _by_dtype(products).values()]
+        fitted["products"] = [rate.model_dump(exclude_defaults=True) for rate in rates]
+    if attentions := by_kind.get("attention"):
+        fitted["attention"] = [
+            rate for dtype, of in _by_dtype(attentions).items() for rate in attention_rates(of, equals(dtype))
+        ]
+    if collectives := by_kind.get("collective"):
+        fitted["links"] = [{"name": "node", "series": collective_series(collectives)}]
+    if beside := by_kind.get("contention"):
+        fitted["contention"] = contention(beside)
+    return fitted
+
+
+def _by_dtype(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows that do not say are of bfloat16."""
+    by_dtype: dict[str, list[Row]] = {}
+    for row in rows:
+        by_dtype.setdefault(row.get("dtype", "bfloat16"), []).append(row)
+    return by_dtype
+
+
+def equals(dtype: str) -> list[str]:
+    """The dtypes whose products are as fast."""
+    return ["bfloat16", "float16"] if dtype == "bfloat16" else [dtype]
+
+
+# ---------------------------------------------------------------------- collectives
+def kind_of(row: Row) -> str:
+    """Of a measured collective, the kind as `ir.links` names it."""
+    op: str = row["op"]
+    return KINDS.get(op, op)
+
+
+def collective_series(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    times: dict[tuple[str, int, bool], dict[int, list[float]]] = {}
+    for row in rows:
+        series = times.setdefault((kind_of(row), row["group"], row["graph"]), {})
+        series.setdefault(row["bytes"], []).append(row["us"] * 1e-6)
+    medians = {key: {size: median(of) for size, of in series.items()} for key, series in times.items()}
+    for (kind, group, graph), series in medians.items():
+        if graph and (issued := medians.get((kind, group, False))):
+            shortest = min(issued.values())
+            beyond = {size: t for size, t in issued.items() if size > max(series) and t > ISSUED * shortest}
+            series.update(beyond)
+    return [
+        {"kind": kind, "group": group, **({"graph": True} if graph else {}), "seconds": rising(series.items())}
+        for (kind, group, graph), series in sorted(medians.items())
+    ]
+
+
+# ---------------------------------------------------------------------- attention
+def attention_rates(rows: Iterable[Row], dtypes: Sequence[str]) -> list[dict[str, Any]]:
+    """A rate a backend and direction, for these dtypes; the quickest backend first."""
+    shapes: dict[str, dict[tuple[float, float], tuple[float, float]]] = {}
+    for row in rows:
+        flops = 2.0 * row["mb"] * row["heads"] * row["sequence"] ** 2 * row["width"]  # causal
+        of = shapes.setdefault(row["backend"], {})
+        forward, both = of.get((flops, row["sequence"]), (math.inf, math.inf))
+        of[flops, row["sequence"]] = (min(forward, row["fwd_ms"] * 1e-3), min(both, row["fwd_bwd_ms"] * 1e-3))
+    fitted: list[tuple[float, dict[str, Any]]] = []
+    for backend, of in shapes.items():
+        for backward in (False, True):
+            times = {
+                # Two measurements of a busy host may differ by more than backward takes.
+                (flops * (BACKWARD if backward else 1), sequence): max(both - forward, both / 10)
+                if backward
+                else forward
+                for (flops, sequence), (forward, both) in of.items()
+            }
+            figures = {"backend": backend, "backward": backward, **saturating(times)}
+            entry = {"dtypes": list(dtypes), **{name: figure for name, figure in figures.items() if figure}}
+            fitted.append((sum(both for _, both in of.values()), entry))
+    return [entry for _, entry in sorted(fitted, key=lambda pair: pair[0])]
+
+
+def saturating(times: Mapping[tuple[float, float], float]) -> dict[str, float]:
+    """The figures of an `AttentionRate`, by seconds of (FLOPs, sequence)."""
+    terms = torch.tensor([[1.0, n, flops, flops / n] for flops, n in times], dtype=torch.float64)
+    seconds = torch.tensor(list(times.values()), dtype=torch.float64)
+    start, keys, slope, waste = nonnegative(terms / seconds[:, None], torch.ones_like(seconds), needed=(2,))
+    return {
+        "flops_per_second": 1 / slope, "start_seconds": start, "key_seconds": keys, "tile": round(waste / slope)
+    }  # fmt: skip
+
+
+def nonnegative(columns: torch.Tensor, target: torch.Tensor, needed: Sequence[int] = ()) -> list[float]:
+    """Coefficients of least squares, none below 0 and those `needed` above: the best over the subsets of columns."""
+    best: tuple[float, list[float]] = (math.inf, [])
+    count = columns.shape[1]
+    for size in range(1, count + 1):
+        for subset in combinations(range(count), size):
+            if not set(needed) <= set(subset) or size > columns.shape[0]:
+                continue
+            part = columns[:, list(subset)]
+            scale = part.norm(dim=0).clamp_min(1e-300)
+            solved = torch.linalg.lstsq(part / scale, target[:, None], driver="gelsd").solution[:, 0] / scale
+            error = float((part @ solved - target).square().sum())
+            if (
+                bool((solved >= 0).all())
+                and all(solved[subset.index(n)] > 0 for n in needed)
+                and error < best[0] - 1e-12
+            ):
+                whole = [0.0] * count
+                for index, value in zip(subset, solved.tolist(), strict=True):
+                    whole[index] = value
+                best = (error, whole)
+    assert best[1], "no coefficients fit"
+    return best[1]
+
+
+# ---------------------------------------------------------------------- memory, products, launches, contention
+def memory_points(rows: Iterable[Row]) -> Points:
+    """By the quickest kernel of each size. Below the smallest, its segment goes on, to `SMALLEST` at the most."""
+    times: dict[float, float] = {}
+    for row in rows:
+        size = row["mib"] * 2**20
+        times[size] = min(times.get(size, math.inf), row["ms"] * 1e-3)
+    points = rising(times.items())
+    if len(points) < 2:
+        return points
+    (x0, y0), (x1, y1) = points[:2]
+    return ((0, max(1e-9, min(SMALLEST, y0 - (y1 - y0) * x0 / (x1 - x0)))), *points)
+
+
+def product_rate(rows: Sequence[Row], like: ProductRate, memory_rate: float) -> ProductRate:
+    """The rate of products of one dtype, with the units and tiles of `like`; samples correct what figures leave."""
+    times: dict[tuple[int, int, int, int], list[float]] = {}
+    for row in rows:
+        times.setdefault((row["batch"], row["rows"], row["columns"], row["depth"]), []).append(row["us"] * 1e-6)
+    shapes = {shape: median(of) for shape, of in times.items()}
+
+    def misfit(rate: ProductRate) -> float:
+        errors = [abs(math.log(rate.model_seconds(*shape, memory_rate) / t)) for shape, t in shapes.items()]
+        return sum(errors)
+
+    quickest = max(2 * math.prod(shape) / t for shape, t in shapes.items())
+    starts = [0.0, *(min(shapes.values()) * share for share in (0.25, 0.5, 0.75, 0.95))]
+    depths = sorted({0, 16, 32, 64, 128, 256, like.depth_start})
+    rates = [quickest * 1.02**n for n in range(-15, 11)]
+    candidates = (
+        like.changed(flops_per_second=rate, start_seconds=start, depth_start=depth, samples=())
+        for rate, start, depth in product(rates, starts, depths)
+    )
+    best = min(candidates, key=misfit)
+    samples = tuple((*shape, t) for shape, t in sorted(shapes.items()))
+    return best.changed(dtypes=tuple(equals(rows[0].get("dtype", "bfloat16"))), samples=samples)
+
+
+def contention(rows: Iterable[Row]) -> dict[str, float]:
+    """Times as long, beside the other."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        ratios.setdefault(row["what"], []).append(row["beside_us"] / row["alone_us"])
+    return {what: min(100.0, max(1.0, round(median(of), 3))) for what, of in ratios.items()}
+
+
+# ---------------------------------------------------------------------- quantities
+def quantities(rows: Sequence[Row], fitted: Mapping[str, Any]) -> dict[str, float]:
+    """The flat quantities that the rows tell: the best rate of each kind, and the median start of a collective."""
+    told: dict[str, float] = {}
+    for rate in fitted.get("products", ()):
+        best = max(2 * math.prod(sample[:4]) / sample[4] for sample in rate["samples"])
+        told |= {name: best for name, dtypes in DTYPES.items() if set(rate["dtypes"]) & dtypes}
+    if "memory" in fitted:
+        size, seconds = fitted["memory"][-1]
+        told["memory_bytes_per_second"] = size / seconds
+    series = [one for level in fitted.get("links", ()) for one in level["series"]]
+    if series:
+        ends = [
+            (sent_share(one["kind"], one["group"]) * one["seconds"][-1][0], one["seconds"][-1][1]) for one in series
+        ]
+        told["link_bytes_per_second"] = max(size / seconds for size, seconds in ends)
+        told["collective_start_seconds"] = median(one["seconds"][0][1] for one in series)
+    for name, what in (("kernel_launch_seconds", "launch"), ("kernel_gap_seconds", "gap")):
+        times = [row["us"] * 1e-6 for row in rows if row["kind"] == "launch" and row["what"] == what]
+        if times:
+            told[name] = median(times)
+    return told

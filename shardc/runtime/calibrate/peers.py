@@ -1,0 +1,188 @@
+"""Rows of what collectives take among the processes of a job, and how they and products slow each other.
+
+Every rank times the same calls in the same order. Budgets are the first rank's, told to the others, so that all take as
+many samples and leave out the same sizes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardc.runtime.calibrate.timing import Call, Together, coarse_first, once_on_cpu, replayed, timed
+from shardc.torch_compat import all_gather_single, reduce_scatter_single
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring_shift", "p2p")
+CPU_SIZES = [2**n for n in range(10, 27, 2)]
+GPU_SIZES = [2**n for n in range(12, 31, 2)]
+MOST_CAPTURED = 2**24  # bytes up to which collectives are measured in CUDA graphs, too
+CONTENDED = {"cpu": (2**22, 512), "cuda": (2**28, 4096)}  # bytes of the collective, and extent of the product
+SHARE = 0.8  # of the time: collectives; the rest is for contention
+
+
+def group_sizes(world: int) -> list[int]:
+    """2, 4, 8 ... and all."""
+    sizes = [2**n for n in range(1, 21) if 2**n < world]
+    return [*sizes, world] if world > 1 else []
+
+
+class Peers:
+    """This process's place in the job, whose default group has a backend for tensors of `device`."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.rank, self.world = device, dist.get_rank(), dist.get_world_size()
+        # Every rank makes every group, in one order. The second of each is for agreeing, outside of the GPU's streams.
+        self.groups = {
+            size: (dist.new_group(list(range(size))), dist.new_group(list(range(size)), backend="gloo"))
+            for size in group_sizes(self.world)
+        }
+
+    def told(self, value: float, control: Any) -> float:
+        """The first rank's."""
+        number = torch.tensor([value], dtype=torch.float64)
+        dist.broadcast(number, 0, group=control)
+        return float(number)
+
+    def together(self, group: Any, control: Any) -> Together:
+        if self.device != "cuda":
+            return Together(control)
+        one = torch.ones(1, device=self.device)
+        return Together(control, lambda: dist.all_reduce(one, group=group))
+
+    # ------------------------------------------------------------------ collectives
+    def rows(self, seconds: float) -> Iterator[dict[str, Any]]:
+        """Rows of all kinds and groups; those that a rank is in no group of, it only waits for."""
+        sizes = GPU_SIZES if self.device == "cuda" else CPU_SIZES
+        end = time.perf_counter() + seconds * SHARE
+        wanted = [(size, op) for size in self.groups for op in OPS if op != "p2p" or size == 2]
+        for index, (group_size, op) in enumerate(wanted):
+            if self.rank < group_size:
+                left = max(0.0, end - time.perf_counter()) / (len(wanted) - index)
+                yield from self._series(op, group_size, sizes, left)
+            dist.barrier()
+        yield from self._contention(max(0.5, seconds * (1 - SHARE)))
+
+    def _series(self, op: str, group_size: int, sizes: list[int], seconds: float) -> Iterator[dict[str, Any]]:
+        group, control = self.groups[group_size]
+        together = self.together(group, control)
+        end = time.perf_counter() + self.told(seconds, control)
+        for index, size in enumerate(coarse_first(sizes)):
+            budget = self.told((end - time.perf_counter()) / (len(sizes) - index), control)
+            if budget <= 0 and index > 2:
+                return
+            try:
+                call = self.call(op, size, group_size, group)
+                times = timed(call, budget, self.device, together)
+            except (RuntimeError, NotImplementedError):  # the backend has no such collective: none of the ranks can
+                return
+            about = {"kind": "collective", "op": op, "group": group_size, "bytes": size}
+            yield {**about, **times.row(), "graph": False}
+            if self.device == "cuda" and size <= MOST_CAPTURED:
+                yield {**about, **replayed(call, budget, together).row(), "graph": True}
+
+    def call(self, op: str, size: int, group_size: int, group: Any) -> Call:
+        """One collective of a message of so many bytes, as `ir.collectives` counts them."""
+        count = max(group_size, size // 4 // group_size * group_size)
+        whole, other = (torch.ones(count, device=self.device) for _ in range(2))
+        part = torch.ones(count // group_size, device=self.device)
+        after, before = (self.rank + 1) % group_size, (self.rank - 1) % group_size
+
+        def ring() -> None:
+            sends = [dist.P2POp(dist.isend, whole, after, group), dist.P2POp(dist.irecv, other, before, group)]
+            for work in dist.batch_isend_irecv(sends):
+                work.wait()
+
+        def send() -> None:
+            if self.rank == 0:
+                dist.send(whole, 1, group=group)
+            elif self.rank == 1:
+                dist.recv(other, 0, group=group)
+
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: dist.all_reduce(whole, group=group),
+            "all_gather": lambda: all_gather_single(whole, part, group),
+            "reduce_scatter": lambda: reduce_scatter_single(part, whole, dist.ReduceOp.SUM, group),
+            "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+            "ring_shift": ring,
+            "p2p": send,
+        }
+        return calls[op]
+
+    # ------------------------------------------------------------------ contention
+    def _contention(self, seconds: float) -> Iterator[dict[str, Any]]:
+        """A product, an elementwise kernel and an all-reduce alone, and beside each other."""
+        size, extent = CONTENDED[self.device]
+        group, control = self.groups[self.world]
+        together, seconds = self.together(group, control), self.told(seconds, control)
+        x = torch.ones(size // 4, device=self.device)
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        a = torch.randn(extent, extent, device=self.device).to(dtype)
+        out = torch.empty_like(a)
+        vector = torch.ones(size // 4, device=self.device)
+        works: dict[str, Call] = {
+            "product": lambda: torch.mm(a, a, out=out),
+            "memory": lambda: torch.neg(vector, out=vector),
+        }
+        collective = timed(lambda: dist.all_reduce(x, group=group), seconds / 8, self.device, together).median
+        for what, work in works.items():
+            alone = timed(work, seconds / 8, self.device, together).median
+            # As many runs as fill three collectives, while those run.
+            runs = max(1, round(3 * collective / alone))
+            beside = self._beside(work, runs, x, group, together, max(3, min(20, int(seconds / 8 / (3 * collective)))))
+            yield _ratio(what, alone, beside[0])
+            if what == "product":
+                yield _ratio("attention", alone, beside[0])  # which is bound by the same units
+                yield _ratio("collective", collective, beside[1])
+
+    def _beside(
+        self, work: Call, runs: int, x: torch.Tensor, group: Any, together: Together, times: int
+    ) -> tuple[float, float]:
+        """Seconds of one run of the work, and of one of three collectives, that begin at the same time."""
+        if self.device == "cuda":
+            return self._beside_on_gpu(work, runs, x, group, together, times)
+        working, sending = list[float](), list[float]()
+        for _ in range(times):
+            together.barrier()
+            begin = time.perf_counter()
+            pending = [dist.all_reduce(x, group=group, async_op=True) for _ in range(3)]
+            working.append(once_on_cpu(work, runs))
+            for one in pending:
+                one.wait()  # type: ignore[union-attr]
+            sending.append((time.perf_counter() - begin) / 3)
+        return _middle(together.slowest(working)), _middle(together.slowest(sending))
+
+    def _beside_on_gpu(
+        self, work: Call, runs: int, x: torch.Tensor, group: Any, together: Together, times: int
+    ) -> tuple[float, float]:
+        side = torch.cuda.Stream()
+        working, sending = list[float](), list[float]()
+        for _ in range(times):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            torch.cuda.synchronize()
+            together.barrier()
+            with torch.cuda.stream(side):
+                events[0].record()
+                for _ in range(3):
+                    dist.all_reduce(x, group=group)
+                events[1].record()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(runs):
+                work()
+            end.record()
+            torch.cuda.synchronize()
+            working.append(begin.elapsed_time(end) * 1e-3 / runs)
+            sending.append(events[0].elapsed_time(events[1]) * 1e-3 / 3)
+        return _middle(together.slowest(working)), _middle(together.slowest(sending))
+
+
+def _ratio(what: str, alone: float, beside: float) -> dict[str, Any]:
+    return {"kind": "contention", "what": what, "alone_us": alone * 1e6, "beside_us": beside * 1e6}
+
+
+def _middle(samples: list[float]) -> float:
+    return sorted(samples)[len(samples) // 2]

@@ -1,0 +1,59 @@
+"""`shardc cost` with --scaling, --bottlenecks and --node-mtbf."""
+
+import json
+import math
+
+import pytest
+
+from tests.cli.test_cli import MODEL, PLAN, ROOT, shardc_cli
+
+COST = ["cost", MODEL, *PLAN]
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_scaling() -> None:
+    ran = shardc_cli(*COST, "--scaling", "tp=1,2,4", "--hardware", "h200")
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert lines[0].split()[:2] == ["tp", "ranks"]
+    assert [line.split()[:2] for line in lines[1:4]] == [["1", "2"], ["2", "4"], ["4", "8"]]
+    rows = json.loads(shardc_cli(*COST, "--scaling", "tp=1,2,4", "--json").out)["scaling"]["rows"]
+    for row in rows:
+        assert math.fsum(row["shares_ms"].values()) == pytest.approx(row["step_ms"] - row["ideal_ms"], abs=1e-9)
+
+
+def test_bottlenecks_and_failures_together() -> None:
+    asked = ["--bottlenecks", "--memory-limit", "80GiB", "--node-mtbf", "6000", "--restart-mesh", "dp=1,tp=2"]
+    ran = shardc_cli(*COST, *asked, "--hardware", "h200")
+    assert ran.code == 0, ran.err
+    first, second = ran.out.split("\n\n")
+    assert first.startswith("many small kernels: ")
+    assert second.startswith("1 nodes, one failure in 250 days each")
+    assert "onto the other mesh" in second
+    data = json.loads(shardc_cli(*COST, *asked, "--json").out)
+    assert set(data) == {"bottlenecks", "failures"}
+    assert 0.99 < data["failures"]["goodput"] < 1
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--scaling", "tp"], "names no sizes of an axis"),
+        (["--scaling", "tp=1,x"], "names no sizes of an axis"),
+        (["--scaling", "pt=1,2"], "SC201"),
+        (["--scaling", "tp=1,0"], "SC210"),
+        (["--memory-limit", "1GiB"], "--memory-limit says nothing without --bottlenecks"),
+        (["--restart-mesh", "dp=2"], "--restart-mesh says nothing without --node-mtbf"),
+        (["--hardware", "h200"], "--hardware says nothing by itself"),
+        (["--node-mtbf", "0"], "SC208"),
+        (["--bottlenecks", "--hardware", "h20"], "SC208"),
+    ],
+)
+def test_bad_input(args: list[str], says: str) -> None:
+    ran = shardc_cli(*COST, *args)
+    assert ran.code == 2
+    assert says in ran.err

@@ -1,0 +1,142 @@
+"""Every op that has a sharding rule has a time: of its examples, and of products and attention by their shapes."""
+
+import math
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from shardc.cost.call_seconds import KINDS, CallCost, call_costs
+from shardc.ir.graph import Graph, Port, ValueInfo, set_info
+from shardc.ir.hardware import Hardware
+from shardc.ir.mesh import Mesh
+from shardc.ir.types import TensorType
+from shardc.plan.hardware import named
+from shardc.rules import all_rules
+from shardc.rules.registry import OpRule
+from tests.handmade import Builder, aten
+from tests.rules.harness import as_list, call_of
+
+WITH_EXAMPLES = [rule for rule in sorted(all_rules(), key=lambda r: str(r.op)) if rule.examples and not rule.ragged]
+FLAT = Hardware(memory_bytes_per_second=1e12, bf16_flops_per_second=1e12, fp32_flops_per_second=1e12)
+OPS = torch.ops.shardc
+
+
+def graph_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Graph, fx.Node]:
+    """A graph of one call, all of whose results are used."""
+    graph, inputs = fx.Graph(), list[Port]()
+
+    def value(tensor: torch.Tensor) -> fx.Node:
+        node = graph.placeholder(f"x{len(inputs)}")
+        set_info(node, ValueInfo(node.name, TensorType.of(tensor)))
+        inputs.append(Port("input", node.name))
+        return node
+
+    def lifted(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [lifted(item) for item in argument]
+        return value(argument) if isinstance(argument, torch.Tensor) else argument
+
+    lifted_args, lifted_kwargs = tuple(map(lifted, args)), {name: lifted(x) for name, x in kwargs.items()}
+    results = op(*args, **kwargs)
+    node = graph.call_function(op, lifted_args, lifted_kwargs)
+    if isinstance(results, torch.Tensor):
+        set_info(node, ValueInfo("y", TensorType.of(results)))
+        values = [node]
+    else:
+        types = tuple(TensorType.of(r) if isinstance(r, torch.Tensor) else None for r in as_list(results))
+        set_info(node, ValueInfo("y", None, types))
+        values = []
+        for index, type in enumerate(types):
+            if type is not None:
+                values.append(graph.call_function(operator.getitem, (node, index)))
+                set_info(values[-1], ValueInfo(f"y{index}", type))
+    graph.output(tuple(values))
+    return Graph(graph, Mesh(one=1), inputs, [Port("output", f"y{i}") for i in range(len(values))]), node
+
+
+@pytest.mark.parametrize("rule", WITH_EXAMPLES, ids=lambda rule: str(rule.op))
+def test_every_op_has_a_time(rule: OpRule) -> None:
+    for example in rule.examples:
+        call = call_of(rule, example, 0)
+        try:
+            graph, node = graph_of(call.op, call.args, call.kwargs)
+        except (NotImplementedError, RuntimeError) as missing:
+            pytest.skip(f"cannot be run here: {str(missing).partition(chr(10))[0]}")
+        for hardware in (FLAT, named("h200-nvlink")):
+            cost = call_costs(graph, hardware)[node]
+            assert cost.kind in KINDS
+            assert math.isfinite(cost.total)
+            assert cost.total >= 0
+            assert cost.launches > 0 or cost.total == 0, cost
+            assert cost.total > 0 or cost.kind in ("view", "product", "attention"), cost  # of no elements
+
+
+def cost_of(build: Any, hardware: Hardware = FLAT) -> CallCost:
+    b = Builder(Mesh(tp=2))
+    node = build(b)
+    b.output("output", "y", node)
+    graph = b.graph()
+    return call_costs(graph, hardware)[node]
+
+
+def test_a_kernel_takes_as_long_as_what_it_reads_and_writes() -> None:
+    def of(target: Any, result: str, *operands: str, more: tuple[Any, ...] = ()) -> CallCost:
+        return cost_of(
+            lambda b: b.call("y", result, target, *(b.input(f"x{i}", t) for i, t in enumerate(operands)), *more)
+        )
+
+    x = 1024 * 512 * 4
+    assert of(aten.relu.default, "f32[1024, 512]", "f32[1024, 512]").seconds == pytest.approx(2 * x / 1e12)
+    assert of(aten.add.Tensor, "f32[1024, 512]", "f32[1024, 512]", "f32[512]").seconds == pytest.approx(
+        (2 * x + 512 * 4) / 1e12
+    )
+    # Sharded: what one rank has.
+    assert of(aten.relu.default, "f32[1024@tp, 512]", "f32[1024@tp, 512]").seconds == pytest.approx(x / 1e12)
+    # Long rows of a softmax are read three times, short ones once.
+    assert of(aten._softmax.default, "f32[8, 4096]", "f32[8, 4096]", more=(1, False)).seconds == pytest.approx(
+        4 * 8 * 4096 * 4 / 1e12
+    )
+    assert of(aten._softmax.default, "f32[8, 512]", "f32[8, 512]", more=(1, False)).seconds == pytest.approx(
+        2 * 8 * 512 * 4 / 1e12
+    )
+    # Of a table, the rows that are picked.
+    assert of(aten.embedding.default, "f32[64, 512]", "f32[50000, 512]", "i64[64]").seconds == pytest.approx(
+        (2 * 64 * 512 * 4 + 64 * 8) / 1e12
+    )
+    transposed = of(aten.transpose.int, "f32[512, 1024]", "f32[1024, 512]", more=(0, 1))
+    assert (transposed.kind, transposed.total, transposed.launches) == ("view", 0.0, 0)
+
+
+def test_products_by_their_shapes() -> None:
+    def linear(b: Builder) -> fx.Node:
+        x, w = b.input("x", "f32[4, 64, 32]"), b.input("w", "f32[96@tp, 32]")
+        return b.call("y", "f32[4, 64, 96@tp]", OPS.linear.default, x, w)
+
+    assert cost_of(linear).seconds == pytest.approx(2 * 256 * 48 * 32 / 1e12)
+    assert cost_of(linear).kind == "product"
+
+    def wgrad(b: Builder) -> fx.Node:
+        g, x = b.input("g", "f32[4, 64, 96@tp]"), b.input("x", "f32[4, 64, 32]")
+        return b.call("y", "f32[96@tp, 32]", OPS.linear_wgrad.default, g, x)
+
+    assert cost_of(wgrad).seconds == pytest.approx(2 * 48 * 32 * 256 / 1e12)
+
+
+def test_a_collective_packs_what_does_not_lie_in_rows_of_its_ranks() -> None:
+    """Of dim 1, chunks are put in order afterwards: the gathered tensor is read and written once more."""
+    for dim, copied in ((0, 0), (1, 2 * 64 * 64 * 4 / 1e12)):
+        sharded = "f32[64@tp, 64]" if dim == 0 else "f32[64, 64@tp]"
+        local = [32, 64] if dim == 0 else [64, 32]
+
+        def gather(b: Builder, sharded: str = sharded, local: list[int] = local, dim: int = dim) -> fx.Node:
+            x = b.input("x", sharded)
+            return b.call("y", "f32[64, 64]", OPS.all_gather.default, x, ["tp"], local, dim, 64, [64, 64])
+
+        cost = cost_of(gather)
+        assert cost.kind == "collective"
+        assert cost.after == pytest.approx(copied)
+        assert (cost.before > 0) == (dim == 1)  # what a rank has is turned, too
+        assert cost.seconds == pytest.approx(20e-6 + 64 * 64 * 4 / 2 / 5e11)

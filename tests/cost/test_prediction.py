@@ -1,0 +1,148 @@
+"""Predicted steps whose time follows by hand: overlap, chains, pipelines; and what holds of every prediction."""
+
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.ir.hardware import Hardware
+
+FLAT = Hardware(
+    bf16_flops_per_second=1e12,
+    peak_flops_per_second=1e12,
+    fp32_flops_per_second=1e12,
+    memory_bytes_per_second=1e18,
+    link_bytes_per_second=1e9,
+    collective_start_seconds=1e-9,
+    kernel_launch_seconds=1e-9,
+    kernel_gap_seconds=1e-9,
+)
+
+
+class Chain(nn.Module):
+    def __init__(self, layers: int = 4, width: int = 256) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().sum()
+
+
+class Trained(Chain):
+    """Its first layer needs the gradient of its input, as all others do: stages are equal."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.scale = nn.Parameter(torch.ones(256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+def test_dependent_products_add_up() -> None:
+    program = shardc.compile(Chain(), torch.randn(64, 256), mesh=shardc.Mesh(dp=1), plan={})
+    predicted = program.predict(FLAT)
+    # Forward, and both gradients of every layer, without that of the batch.
+    assert predicted.step_ms == pytest.approx(1e3 * (3 * 4 - 1) * 2 * 64 * 256 * 256 / 1e12, rel=1e-3)
+    assert predicted.mfu == pytest.approx(1.0, rel=1e-3)
+    assert predicted.tokens == 64
+    assert predicted.peak_bytes == program.memory().peak
+
+
+def test_an_equal_pipeline_is_idle_as_long_as_its_schedule_says() -> None:
+    plan = {"pipeline": {"microbatches": 8, "schedule": "1f1b", "split": ["layers.1", "layers.2", "layers.3"]}}
+    fast = dataclasses.replace(FLAT, link_bytes_per_second=1e18, network_bytes_per_second=1e18)
+    program = shardc.compile(Chain(), torch.randn(512, 256), mesh=shardc.Mesh(pp=4), plan=plan)
+    predicted = program.predict(fast)
+    # The first stage has no gradient of the batch to compute: its backward is shorter, but no other stage waits for it.
+    forward = 2 * 64 * 256 * 256 / 1e12
+    assert predicted.step_ms == pytest.approx(1e3 * (8 + 3) * 3 * forward, rel=0.06)
+    assert predicted.timeline is not None
+    assert predicted.timeline.makespan == pytest.approx(predicted.step_ms / 1e3)
+
+
+def test_every_coordinate_has_tracks_of_its_own_in_a_trace(tmp_path: Path) -> None:
+    plan = {"pipeline": {"microbatches": 4, "schedule": "1f1b"}, "params": {"layers.0.weight": "tp, -"}}
+    program = shardc.compile(Chain(), torch.randn(64, 256), mesh=shardc.Mesh(pp=2, tp=2), plan=plan)
+    predicted = program.predict("h200")
+    predicted.to_trace(tmp_path / "step.json")
+    trace = json.loads((tmp_path / "step.json").read_text())
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    shown = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert {names[e["pid"], e["tid"]] for e in shown} >= {"compute", "instructions", "collectives over tp", "Send"}
+    assert {e["pid"] for e in shown} == {0, 1}
+    assert max(e["ts"] + e["dur"] for e in shown) == pytest.approx(predicted.step_ms * 1e3)
+    for track, name in names.items():
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in shown if (e["pid"], e["tid"]) == track)
+        assert all(start >= -1e-6 and end >= start for start, end in spans)
+        assert name == "Send" or all(a[1] <= b[0] + 1e-3 for a, b in pairwise(spans))
+    forward = [e for e in shown if e["name"] == "layers.0.linear"]
+    assert len(forward) == 4  # once a microbatch
+    whole = shardc.compile(Chain(), torch.randn(64, 256), mesh=shardc.Mesh(dp=1), plan={}).predict("h200").trace()
+    assert {e["args"].get("phase") for e in whole["traceEvents"] if e["ph"] == "X"} == {"fwd", "bwd"}
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_a_bubble_is_that_of_1f1b(microbatches: int) -> None:
+    """(p - 1) / (m + p - 1) of four equal stages and free transfers."""
+    split = [f"layers.{i}" for i in (2, 4, 6)]
+    plan = {"pipeline": {"microbatches": microbatches, "schedule": "1f1b", "split": split}}
+    fast = dataclasses.replace(FLAT, link_bytes_per_second=1e18, network_bytes_per_second=1e18)
+    program = shardc.compile(Trained(8), torch.randn(8 * microbatches, 256), mesh=shardc.Mesh(pp=4), plan=plan)
+    assert program.predict(fast).bubble == pytest.approx(3 / (microbatches + 3), rel=0.02)
+
+
+def test_what_is_exposed_is_told_by_cause() -> None:
+    """Megatron's two all-reduces of a pair of layers, by the annotation that asks for them."""
+    plan = {"params": {"layers.0.weight": "tp, -", "layers.2.weight": "tp, -"}}
+    program = shardc.compile(Chain(), torch.randn(64, 256), mesh=shardc.Mesh(tp=2), plan=plan)
+    predicted = program.predict(FLAT)
+    forward = next(row for row in predicted.exposed_ms if row.phase == "fwd" and row.bytes > 100)
+    assert (forward.kind, forward.axes, forward.times) == ("all_reduce", ("tp",), 2)
+    assert "layers.*.weight" in forward.cause
+    assert "test_prediction.py" in forward.source
+    assert predicted.exposed_total_ms == pytest.approx(
+        predicted.step_ms - sum(ms for kind, ms in predicted.kinds_ms.items() if kind != "collective"), rel=1e-2
+    )
+    assert "all_reduce over tp, fwd, x2" in str(predicted)
+
+
+def test_programs_from_files_predict_the_same(tmp_path: Path) -> None:
+    plan = {"pipeline": {"microbatches": 4, "schedule": "1f1b"}}
+    program = shardc.compile(Chain(), torch.randn(64, 256), mesh=shardc.Mesh(pp=2), plan=plan)
+    program.save(tmp_path / "program.json")
+    assert shardc.Program.load(tmp_path / "program.json").predict("h200") == program.predict("h200")
+
+
+def test_microbatches_of_one_rank_follow_each_other() -> None:
+    program = shardc.compile(Chain(), torch.randn(64, 256), mesh=shardc.Mesh(dp=1), plan={"accumulate": 4})
+    once = shardc.compile(Chain(), torch.randn(64, 256), mesh=shardc.Mesh(dp=1), plan={})
+    four, one = program.predict(FLAT), once.predict(FLAT)
+    assert four.kinds_ms["product"] == pytest.approx(one.kinds_ms["product"])
+    assert four.tokens == one.tokens
+    assert four.launches > 3 * one.launches
+
+
+def test_products_slow_down_while_a_device_does_nothing_else() -> None:
+    program = shardc.compile(Chain(), torch.randn(64, 256), mesh=shardc.Mesh(dp=1), plan={})
+    power = FLAT.tables.model_validate({"power": {"sustained": 0.8, "relief": 0.5, "most": 1.25}})
+    hot = program.predict(dataclasses.replace(FLAT, tables=power))
+    assert hot.kinds_ms["product"] == pytest.approx(program.predict(FLAT).kinds_ms["product"] / 0.8, rel=1e-2)
+    slow = dataclasses.replace(FLAT, memory_bytes_per_second=1e9, tables=power)  # the device mostly moves memory
+    assert program.predict(slow).kinds_ms["product"] == pytest.approx(hot.kinds_ms["product"] * 0.8 / 1.25, rel=1e-2)
+
+
+def test_hardware_that_is_not_known_is_refused_by_name() -> None:
+    program = shardc.compile(Chain(1), torch.randn(8, 256), mesh=shardc.Mesh(dp=1), plan={})
+    assert program.predict("h200").hardware == "h200"
+    with pytest.raises(shardc.ShardcError, match="there is no hardware named 'h20'"):
+        program.predict("h20")
+    with pytest.raises(shardc.ShardcError, match="SC208"):
+        program.predict("missing.yaml")

@@ -1,0 +1,189 @@
+"""Graphs written by hand on the streams of a rank: times that follow by arithmetic, and what holds of every graph."""
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from shardc.cost.call_seconds import CallCost, call_costs
+from shardc.cost.streams import COMPUTE, Timed, run
+from shardc.ir.graph import Graph, info, operands
+from shardc.ir.hardware import Hardware
+from shardc.ir.mesh import Mesh
+from tests.handmade import Builder, aten
+
+SIZE = 64
+PRODUCT = 2 * SIZE**3 / 1e12  # seconds
+MESH = Mesh(a=2, b=2)
+TYPE = f"f32[{SIZE}, {SIZE}]"
+REDUCED = SIZE * SIZE * 4 / 1e9  # of 2 ranks: 2 (k - 1) / k of the bytes
+NOTHING = 1e-9  # the least that a delay of hardware may be
+FLAT = Hardware(
+    bf16_flops_per_second=1e12,
+    fp32_flops_per_second=1e12,
+    memory_bytes_per_second=1e18,
+    link_bytes_per_second=1e9,
+    network_bytes_per_second=1e9,
+    collective_start_seconds=NOTHING,
+    kernel_launch_seconds=NOTHING,
+    kernel_gap_seconds=NOTHING,
+)
+
+
+RATES = ("link_bytes_per_second", "fp32_flops_per_second")
+
+
+class Drawn:
+    """Products and all-reduces of square matrices, in order; each reads values that are there."""
+
+    def __init__(self) -> None:
+        self.builder = Builder(MESH)
+        self.weight = self.builder.input("w", TYPE)
+        self.values = [self.builder.input("x", TYPE, "input")]
+
+    def product(self, of: int = -1) -> None:
+        name = f"mm{len(self.values)}"
+        self.values.append(self.builder.call(name, TYPE, aten.mm.default, self.values[of], self.weight))
+
+    def reduce(self, axis: str = "a", of: int = -1) -> None:
+        partial = self.builder.call(
+            f"part{len(self.values)}", f"{TYPE} |sum {axis}", aten.mm.default, self.values[of], self.weight
+        )
+        self.values += [partial, self.builder.all_reduce(f"sum{len(self.values)}", partial, TYPE, axis)]
+
+    def graph(self) -> Graph:
+        for index, value in enumerate(self.values):
+            if not value.users:
+                self.builder.output("output", f"y{index}", value)
+        return self.builder.graph()
+
+
+def timed(graph: Graph, hardware: Hardware = FLAT) -> tuple[Timed, dict[fx.Node, CallCost]]:
+    costs = call_costs(graph, hardware)
+    return run(graph, costs, hardware), costs
+
+
+def test_a_chain_adds_up() -> None:
+    drawn = Drawn()
+    drawn.product()
+    drawn.reduce()
+    drawn.product()
+    found, _ = timed(drawn.graph())
+    assert found.seconds == pytest.approx(3 * PRODUCT + REDUCED, rel=1e-2)
+    assert sum(seconds for _, seconds in found.exposed) == pytest.approx(REDUCED, rel=1e-2)
+    assert found.kinds["product"] == pytest.approx(3 * PRODUCT)
+
+
+@pytest.mark.parametrize("products", [1, 10, 100])
+def test_a_collective_hides_behind_as_many_products_as_it_is_long(products: int) -> None:
+    drawn = Drawn()
+    drawn.reduce()
+    reduced = len(drawn.values) - 1
+    drawn.product(0)
+    for _ in range(products - 1):
+        drawn.product()
+    beside = drawn.values[-1]
+    drawn.values.append(drawn.builder.call("both", TYPE, aten.mm.default, drawn.values[reduced], beside))
+    found, _ = timed(drawn.graph())
+    hidden = products * PRODUCT
+    assert found.seconds == pytest.approx(2 * PRODUCT + max(hidden, REDUCED), rel=1e-2)
+    assert sum(seconds for _, seconds in found.exposed) == pytest.approx(max(0.0, REDUCED - hidden), abs=1e-7)
+
+
+def test_groups_have_streams_of_their_own() -> None:
+    """Along one axis two collectives take turns; along two they run at once."""
+    seconds: dict[str, float] = {}
+    for axes in ("aa", "ab"):
+        drawn = Drawn()
+        drawn.reduce(axes[0], 0)
+        drawn.reduce(axes[1], 0)
+        seconds[axes] = timed(drawn.graph())[0].seconds
+    assert seconds["aa"] == pytest.approx(PRODUCT + 2 * REDUCED, rel=1e-2)
+    assert seconds["ab"] == pytest.approx(2 * PRODUCT + REDUCED, rel=1e-2)
+
+
+def test_kernels_shorter_than_their_launches_wait_for_the_host() -> None:
+    drawn = Drawn()
+    for _ in range(10):
+        drawn.product()
+    slow = dataclasses.replace(FLAT, kernel_launch_seconds=10 * PRODUCT)
+    found, _ = timed(drawn.graph(), slow)
+    assert found.seconds == pytest.approx(10 * 10 * PRODUCT + PRODUCT, rel=1e-2)
+    assert found.idle == pytest.approx(found.seconds - 10 * PRODUCT, rel=1e-2)
+    assert (found.launches, found.host) == (10, pytest.approx(100 * PRODUCT))
+
+
+def test_work_beside_a_collective_takes_longer() -> None:
+    """By the tables' factor, for as long as both are under way."""
+    drawn = Drawn()
+    drawn.reduce()
+    reduced = len(drawn.values) - 1
+    drawn.product(0)
+    for _ in range(7):
+        drawn.product()
+    beside = drawn.values[-1]
+    drawn.values.append(drawn.builder.call("both", TYPE, aten.mm.default, drawn.values[reduced], beside))
+    graph = drawn.graph()
+    tables = FLAT.tables.model_validate({"contention": {"product": 1.5}})
+    found, _ = timed(graph, dataclasses.replace(FLAT, tables=tables))
+    assert REDUCED > 8 * 1.5 * PRODUCT  # all eight run beside it
+    assert found.kinds["product"] == pytest.approx((2 + 8 * 1.5) * PRODUCT, rel=1e-2)
+    assert found.seconds == pytest.approx(2 * PRODUCT + REDUCED, rel=1e-2)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    drawn = Drawn()
+    for _ in range(draw(st.integers(1, 30))):
+        of = draw(st.integers(0, len(drawn.values) - 1))
+        if draw(st.booleans()):
+            drawn.product(of)
+        else:
+            drawn.reduce(draw(st.sampled_from("ab")), of)
+    return drawn.graph()
+
+
+def longest_path(graph: Graph, costs: dict[fx.Node, CallCost]) -> float:
+    ends: dict[fx.Node, float] = {}
+    for node in graph.calls():
+        ends[node] = costs[node].total + max((ends.get(v, 0.0) for v in operands(node)), default=0.0)
+    return max(ends.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(graph=graphs())
+def test_a_step_is_no_shorter_than_any_stream_and_path_and_no_longer_than_all_in_turn(graph: Graph) -> None:
+    found, costs = timed(graph)
+    busy: dict[str, float] = {}
+    for span in found.spans:
+        busy[span.stream] = busy.get(span.stream, 0.0) + span.end - span.start
+    in_turn = sum(cost.total for cost in costs.values())
+    slack = 3 * NOTHING * (found.launches + 1)
+    assert found.seconds >= max(busy.values()) - slack
+    assert found.seconds >= longest_path(graph, costs) - slack
+    assert found.seconds <= in_turn + slack
+    assert busy[COMPUTE] + sum(s for _, s in found.exposed) + found.idle + found.gaps == pytest.approx(
+        found.compute, abs=slack
+    )
+    # Each stream runs one span at a time, and none before its operands are there.
+    for stream in busy:
+        spans = sorted((span.start, span.end) for span in found.spans if span.stream == stream)
+        assert all(first[1] <= second[0] + NOTHING for first, second in pairwise(spans))
+    ends = {span.name: span.end for span in found.spans}
+    starts = {span.name: span.start for span in found.spans}
+    for node in graph.calls():
+        for value in operands(node):
+            if info(value).name in ends:
+                assert starts[info(node).name] >= ends[info(value).name] - NOTHING
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    graph=graphs(), times=st.floats(1.01, 100), rate=st.sampled_from(["link_bytes_per_second", "fp32_flops_per_second"])
+)
+def test_faster_hardware_is_never_slower(graph: Graph, times: float, rate: str) -> None:
+    faster = dataclasses.replace(FLAT, **{rate: getattr(FLAT, rate) * times})
+    assert timed(graph, faster)[0].seconds <= timed(graph)[0].seconds + 1e-12

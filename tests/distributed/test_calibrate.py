@@ -1,0 +1,45 @@
+"""This machine, measured in real processes: a file of hardware comes of it, with every kind of measurement."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardc.ir.hardware import Group
+from shardc.plan import hardware as files
+from shardc.runtime.calibrate.peers import OPS, group_sizes
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3])
+def test_this_machine_is_measured(world: int, tmp_path: Path) -> None:
+    output, kept = tmp_path / "mine.yaml", tmp_path / "rows.jsonl"
+    options = ["--device", "cpu", "--world", str(world), "--seconds", "3", "--rows", str(kept), "-o", str(output)]
+    command = [sys.executable, "-m", "shardc", "calibrate", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    kinds = {row["kind"] for row in rows}
+    assert kinds == {"product", "ceiling", "attention", "launch", *(("collective", "contention") if world > 1 else ())}
+    measured = {(row["op"], row["group"]) for row in rows if row["kind"] == "collective"}
+    assert measured == {(op, size) for op in OPS for size in group_sizes(world) if op != "p2p" or size == 2}
+    assert {row["what"] for row in rows if row["kind"] == "contention"} == (
+        {"product", "attention", "memory", "collective"} if world > 1 else set()
+    )
+    hardware = files.read_file(output)
+    assert hardware.accelerators_per_node == world
+    assert hardware.product_seconds(1, 256, 256, 256, torch.float32) > 0
+    if world > 1:
+        sizes = [hardware.collective_seconds("all_reduce", 2**n, Group((3,))) for n in (10, 20, 30)]
+        assert sizes == sorted(sizes)
+
+
+def test_group_sizes() -> None:
+    assert [group_sizes(world) for world in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]

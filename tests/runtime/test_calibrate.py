@@ -1,0 +1,348 @@
+"""Fits give back what measurements were made of; the repository's file of H200s is what its measurements come to."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from benchmarks import fit_hardware
+from shardc import ShardcError
+from shardc.cli import main
+from shardc.ir.device_rates import ProductRate
+from shardc.ir.hardware import DEFAULT, Group, Hardware
+from shardc.plan import hardware as files
+from shardc.runtime.calibrate.calibrate import Machine, hardware_text
+from shardc.runtime.calibrate.fit import kind_of, product_rate, tables
+from shardc.runtime.calibrate.rows import NEEDED, Row, read_rows
+from shardc.runtime.calibrate.timing import Together, coarse_first, timed
+from shardc.runtime.calibrate.write import hardware_yaml
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "benchmarks/measurements/h200.jsonl"
+FILE = ROOT / "configs/hardware/h200-nvlink.yaml"
+ROWS = read_rows(MEASURED)
+H200 = files.read_file(FILE)
+ERRORS = list(fit_hardware.errors(ROWS, H200))
+
+
+# ---------------------------------------------------------------------- the H200's file
+def test_the_file_is_what_the_measurements_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = fit_hardware.text(fit_hardware.fitted(ROWS), "benchmarks/measurements/h200.jsonl")
+    assert text == FILE.read_text(), "python -m benchmarks.fit_hardware writes it"
+
+
+def test_no_step_of_several_gpus_is_fitted() -> None:
+    assert {row["gpus"] for row in ROWS if row["kind"] == "step"} == {1}
+    assert not {row["kind"] for row in ROWS} - {*NEEDED, "step", "copy"}
+    held = [json.loads(line) for line in (MEASURED.parent / "h200_steps.jsonl").read_text().splitlines()]
+    assert {row["gpus"] for row in held} == {4}
+
+
+def out_of_order(row: Row) -> bool:
+    """Whether a larger message of the same series took less, or a smaller one longer: no rising table has both."""
+    series = [
+        other
+        for other in ROWS
+        if other["kind"] == "collective" and all(other[key] == row[key] for key in ("op", "group", "graph"))
+    ]
+    return any((other["bytes"] - row["bytes"]) * (other["us"] - row["us"]) < 0 for other in series)
+
+
+def test_collectives_are_reproduced() -> None:
+    errors = [(row, abs(error)) for what, row, error in ERRORS if what == "collective"]
+    assert len(errors) == 165
+    assert median(error for _, error in errors) < 0.001
+    assert max(error for row, error in errors if not out_of_order(row)) < 0.01
+    assert max(error for row, error in errors if row["graph"]) < 0.01
+    assert max(error for row, error in errors if row["bytes"] >= 2**24) < 0.01
+    large = [row for row, error in errors if error > 0.1]
+    assert len(large) <= 20
+    assert max(error for _, error in errors) < 0.28
+
+
+def test_attention_is_reproduced() -> None:
+    """But for times that the CPU bounded: of the same shape, others took less."""
+    shortest: dict[tuple[Any, ...], float] = {}
+    pairs = [(what, row, error) for what, row, error in ERRORS if what.startswith("attention")]
+
+    def key(what: str, row: Row) -> tuple[Any, ...]:
+        return what, row["backend"], row["mb"] * row["heads"], row["sequence"]
+
+    def taken(what: str, row: Row) -> float:
+        return row["fwd_ms"] if what == "attention forward" else row["fwd_bwd_ms"]
+
+    for what, row, _ in pairs:
+        shortest[key(what, row)] = min(shortest.get(key(what, row), math.inf), taken(what, row))
+    assert max(abs(error) for _, _, error in pairs if error > 0) < 0.035
+    kept = [error for what, row, error in pairs if taken(what, row) < 1.1 * shortest[key(what, row)]]
+    assert max(map(abs, kept)) < 0.09
+    assert median(map(abs, kept)) < 0.015
+    assert len(kept) >= 75, "of 88"
+
+
+def test_memory_and_steps_of_one_gpu_are_reproduced() -> None:
+    assert max(abs(error) for what, _, error in ERRORS if what == "memory") < 0.01
+    errors = [abs(error) for what, _, error in ERRORS if what == "step"]
+    assert len(errors) == 7
+    assert (max(errors) < 0.07, median(errors) < 0.02) == (True, True)
+
+
+# ---------------------------------------------------------------------- fits
+def test_known_tables_come_back() -> None:
+    rows: list[Row] = [
+        {
+            "kind": "collective",
+            "op": op,
+            "group": group,
+            "bytes": size,
+            "graph": graph,
+            "us": us(op, group, size, graph),
+        }
+        for op in ("all_reduce", "p2p", "ring_shift")
+        for group in (2, 4)
+        for graph in (False, True)
+        for size in (4096, 2**20, 2**26)
+        if not graph or size < 2**26
+    ]
+    hardware = Hardware.of(tables(rows))
+    for row in rows:
+        seconds = hardware.collective_seconds(kind_of(row), row["bytes"], Group((row["group"],)), graph=row["graph"])
+        assert seconds == pytest.approx(row["us"] * 1e-6)
+    # Beyond what was captured, a graph takes what the others do.
+    for graph in (False, True):
+        seconds = hardware.collective_seconds("all_reduce", 2**26, Group((4,)), graph=graph)
+        assert seconds == pytest.approx(us("all_reduce", 4, 2**26, False) * 1e-6)
+
+
+def us(op: str, group: int, size: int, graph: bool) -> float:
+    return {"all_reduce": 10, "p2p": 20, "ring_shift": 30}[op] * group * (0.5 if graph else 1) + size / 1e5
+
+
+def test_known_attention_comes_back() -> None:
+    known = {"flops_per_second": 5e14, "start_seconds": 2e-5, "key_seconds": 1e-8, "tile": 200}
+    truth = Hardware.of(
+        {
+            "attention": [
+                {"dtypes": ["bfloat16"], **known},
+                {"dtypes": ["bfloat16"], **known, "flops_per_second": 3e14, "backward": True},
+            ]
+        }
+    )
+    rows: list[dict[str, Any]] = []
+    for mb, heads, sequence in ((1, 8, 1024), (4, 16, 1024), (2, 16, 2048), (4, 32, 2048), (2, 32, 4096), (1, 8, 8192)):
+        flops = 2 * mb * heads * sequence**2 * 128
+        times = [
+            truth.attention_seconds(n, fit_hardware.BF16, backward=backward, sequence=sequence) * 1e3
+            for n, backward in ((flops, False), (flops * 5 // 2, True))
+        ]
+        shape = {"backend": "flash", "mb": mb, "heads": heads, "sequence": sequence, "width": 128}
+        rows.append({"kind": "attention", **shape, "fwd_ms": times[0], "fwd_bwd_ms": sum(times)})
+        rows.append(
+            {"kind": "attention", **shape, "fwd_ms": 2 * times[0], "fwd_bwd_ms": 2 * sum(times)}
+        )  # of a busy CPU
+    for entry, rate in zip(tables(rows)["attention"], (5e14, 3e14), strict=True):
+        assert entry["flops_per_second"] == pytest.approx(rate, rel=0.01)
+        assert entry["start_seconds"] == pytest.approx(2e-5, rel=0.05)
+        assert entry["key_seconds"] == pytest.approx(1e-8, rel=0.05)
+        assert entry["tile"] == pytest.approx(200, abs=4)
+
+
+def test_a_known_rate_of_products_comes_back() -> None:
+    tiles = (((128, 128), 1.0), ((64, 64), 0.5))
+    truth = ProductRate(
+        dtypes=("float32",), flops_per_second=1e13, units=16, tiles=tiles, start_seconds=4e-6, depth_start=64
+    )
+    shapes = [(1, n, n, n) for n in (128, 256, 512, 1024, 4096)] + [(1, 4096, 512, 4096), (8, 512, 512, 64)]
+    rows = [
+        {"kind": "product", "dtype": "float32", "batch": b, "rows": m, "columns": n, "depth": k,
+         "us": truth.seconds(b, m, n, k, 1e12) * 1e6}
+        for b, m, n, k in shapes
+    ]  # fmt: skip
+    fitted = product_rate(rows, truth.changed(flops_per_second=1e12), 1e12)
+    assert fitted.flops_per_second == pytest.approx(1e13, rel=0.03)
+    for shape in shapes:
+        assert fitted.seconds(*shape, 1e12) == pytest.approx(truth.seconds(*shape, 1e12))
+    for shape in ((1, 2048, 2048, 2048), (1, 1024, 4096, 512), (4, 256, 256, 256)):  # not measured
+        assert fitted.seconds(*shape, 1e12) == pytest.approx(truth.seconds(*shape, 1e12), rel=0.1)
+
+
+def test_a_file_of_everything_that_was_measured(tmp_path: Path) -> None:
+    launch = [{"kind": "launch", "what": what, "us": us} for what, us in (("launch", 4.0), ("gap", 1.5))]
+    beside = [{"kind": "contention", "what": "product", "alone_us": 10.0, "beside_us": us} for us in (9.0, 12.0, 30.0)]
+    ceiling = [{"kind": "ceiling", "how": "neg", "mib": 2**n, "ms": 0.001 + 2**n / 1e4} for n in range(4)]
+    product = {
+        "kind": "product",
+        "dtype": "float32",
+        "batch": 1,
+        "rows": 512,
+        "columns": 512,
+        "depth": 512,
+        "us": 100.0,
+    }
+    sent = {"kind": "collective", "op": "all_gather", "group": 4, "graph": False}
+    collective = [{**sent, "bytes": 2**n, "us": 50 + 2**n / 1e3} for n in (10, 20, 26)]
+    path = tmp_path / "mine.yaml"
+    path.write_text(hardware_text([*launch, *beside, *ceiling, product, *collective], "cpu", 4, ["a title"]))
+    hardware = files.read_file(path)
+    assert (hardware.kernel_launch_seconds, hardware.kernel_gap_seconds) == (4e-6, 1.5e-6)
+    assert hardware.tables.contention.product == 1.2
+    assert hardware.accelerators_per_node == 4
+    assert hardware.fp32_flops_per_second == pytest.approx(2 * 512**3 / 1e-4, rel=1e-3)
+    assert hardware.product_seconds(1, 512, 512, 512, fit_hardware.torch.float32) == pytest.approx(1e-4, rel=1e-3)
+    assert hardware.memory_seconds(2**20) == pytest.approx(1e-6 + 1e-7, rel=1e-3)
+    assert hardware.link_bytes_per_second == pytest.approx(0.75e9, rel=0.01)
+    assert hardware.collective_start_seconds == pytest.approx(51e-6, rel=0.01)
+    assert hardware.collective_seconds("all_gather", 2**20, Group((4,))) == pytest.approx(50e-6 + 2**20 / 1e9, rel=1e-3)
+    assert path.read_text().startswith("# a title\n")
+
+
+# ---------------------------------------------------------------------- files
+knots = st.dictionaries(st.integers(0, 2**36), st.floats(1e-7, 9).map(lambda v: float(f"{v:.4g}")), min_size=1).map(
+    lambda points: [list(pair) for pair in zip(sorted(points), sorted(points.values()), strict=True)]
+)
+series = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(["all_reduce", "send"]),
+        "group": st.integers(2, 99),
+        "graph": st.booleans(),
+        "seconds": knots,
+    }
+)
+
+
+@given(
+    st.fixed_dictionaries(
+        {"bucket_bytes": st.integers(1, 2**40)},
+        optional={
+            "memory_bytes_per_second": st.floats(1e6, 1e18).map(lambda v: float(f"{v:.4g}")),
+            "kernel_gap_seconds": st.floats(1e-9, 1).map(lambda v: float(f"{v:.4g}")),
+            "memory": knots,
+            "links": st.lists(st.fixed_dictionaries({"name": st.just("node"), "series": st.lists(series, max_size=3)})),
+            "contention": st.fixed_dictionaries({"memory": st.floats(1, 99).map(lambda v: float(f"{v:.4g}"))}),
+            "attention": st.lists(
+                st.fixed_dictionaries(
+                    {
+                        "dtypes": st.just(["float32"]),
+                        "flops_per_second": st.floats(1e6, 1e18).map(lambda v: float(f"{v:.4g}")),
+                        "backward": st.booleans(),
+                    }
+                )
+            ),
+        },
+    )
+)
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, quantities: dict[str, Any]) -> None:
+    path = tmp_path_factory.mktemp("hardware") / "mine.yaml"
+    path.write_text(hardware_yaml(quantities, dict.fromkeys(quantities, "measured: it is"), ["a", "", "b"]))
+    assert files.read_file(path) == Hardware.of({**DEFAULT.quantities(), **quantities})
+
+
+GOOD = '{"kind": "launch", "what": "gap", "us": 1}'
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "hint"),
+    [
+        ("{", "not JSON", "a line is a JSON object"),
+        ("[]", "a measurement without a kind", "a line is a JSON object"),
+        ('{"us": 1}', "a measurement without a kind", "a line is a JSON object"),
+        ('{"kind": "launch", "what": "gap"}', "'us' of a launch should be a number above 0, not None", "what, us"),
+        ('{"kind": "launch", "what": "gap", "us": 0}', "a number above 0, not 0", "what, us"),
+        ('{"kind": "launch", "what": "gap", "us": true}', "a number above 0, not True", "what, us"),
+        ('{"kind": "launch", "what": 7, "us": 1}', "should be text, not 7", "what, us"),
+        (
+            '{"kind": "collective", "op": "all_reduce", "group": 2, "bytes": 1, "us": 1, "graph": 0}',
+            "true or false",
+            "op",
+        ),
+    ],
+)
+def test_what_is_no_measurement_is_cited(tmp_path: Path, line: str, said: str, hint: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{GOOD}\n\n{line}\n")
+    with pytest.raises(ShardcError) as caught:
+        read_rows(path)
+    (diagnostic,) = caught.value.diagnostics
+    assert (diagnostic.code, diagnostic.location) == ("SC208", f"{path}:3")
+    assert said in diagnostic.message
+    assert hint in (diagnostic.hint or "")
+
+
+def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for text in ("", '{"kind": "step"}\n'):
+        path.write_text(text)
+        with pytest.raises(ShardcError, match="no measurement of a kind that is read"):
+            read_rows(path)
+    with pytest.raises(ShardcError, match="no measurements can be read"):
+        read_rows(tmp_path / "none.jsonl")
+
+
+# ---------------------------------------------------------------------- measuring
+def test_samples_are_of_calls_and_the_slowest_rank_counts() -> None:
+    calls: list[int] = []
+
+    class Slow(Together):
+        def slowest(self, seconds: list[float]) -> list[float]:
+            return [t + 1 for t in seconds]
+
+    times = timed(lambda: calls.append(1), 100.0, "cpu", Slow())
+    assert len(times.samples) == 99  # of a bit more than a second each, as it were
+    assert min(times.samples) > 1
+    assert len(calls) == 1 + 2 + 1 + 99
+    row = times.row()
+    assert row["us_min"] <= row["us"] <= row["us_max"]
+    assert row["n"] == 99
+
+
+def test_the_whole_range_comes_first() -> None:
+    assert coarse_first([1, 2, 3, 4, 5, 6, 7, 8]) == [1, 4, 7, 2, 5, 8, 3, 6]
+
+
+def test_more_gpus_than_there_are_are_refused() -> None:
+    with pytest.raises(ShardcError, match="SC506"):
+        Machine.at_hand("cuda", 4096, 1)
+    assert Machine.at_hand("cpu", None, 1) == Machine("cpu", 2, 1)
+
+
+def test_the_command_fits_a_file(tmp_path: Path) -> None:
+    output = tmp_path / "h200.yaml"
+    done = CliRunner().invoke(main.app, ["calibrate", "--from", str(MEASURED), "-o", str(output)])
+    assert done.exit_code == 0, done.output
+    hardware = files.read_file(output)
+    assert hardware.tables.links[0].series == H200.tables.links[0].series
+    assert hardware.tables.attention == H200.tables.attention
+    assert hardware.tables.memory == H200.tables.memory
+    assert not hardware.tables.products, "the file has no measurement of products alone"
+    (tmp_path / "none.jsonl").write_text("{")
+    wrong = CliRunner().invoke(main.app, ["calibrate", "--from", str(tmp_path / "none.jsonl")])
+    assert wrong.exit_code == 2
+    assert "none.jsonl:1" in wrong.output
+
+
+def test_the_command_prints_json() -> None:
+    done = CliRunner().invoke(main.app, ["calibrate", "--from", str(MEASURED), "--json"])
+    hardware = Hardware.of({**DEFAULT.quantities(), **json.loads(done.stdout)["hardware"]})
+    assert hardware.tables.attention == H200.tables.attention
+
+
+def test_the_cpu_s_file_is_what_its_measurements_come_to(tmp_path: Path) -> None:
+    rows = read_rows(ROOT / "benchmarks/measurements/cpu.jsonl")
+    path = tmp_path / "cpu.yaml"
+    path.write_text(hardware_text(rows, "cpu", 4, []))
+    assert files.read_file(path) == files.named("cpu-gloo")
+
+
+def test_a_backward_that_took_less_than_forward_has_a_rate() -> None:
+    shape = {"kind": "attention", "backend": "", "mb": 1, "heads": 8, "sequence": 512, "width": 64}
+    for entry in tables([{**shape, "fwd_ms": 2.0, "fwd_bwd_ms": 1.5}])["attention"]:
+        assert entry["flops_per_second"] > 0
