@@ -4,17 +4,13 @@ shapes of one rank's body; each class of equal layers by itself.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from torch import fx
-
-from shardc.cost.flops import node_flops
-from shardc.ir.collectives import collective
-from shardc.ir.graph import Graph, info, op_name, operands, results, type_of
+from shardc.cost.call_seconds import call_costs
+from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.hardware import Hardware
 from shardc.ir.layers import layer_of, list_and_index
-from shardc.rules.registry import find_rule
+from shardc.ir.microbatch import in_microbatch
 
 UPDATE_BYTES = 28  # read and written an element by an optimizer with two moments, all in float32
 
@@ -30,41 +26,17 @@ class LayerCost:
     update: float = 0.0  # and those of an optimizer with two moments, on weights as they are placed
 
 
-def compiled_seconds(graph: Graph, hardware: Hardware, node: fx.Node) -> tuple[float, float]:
-    """Seconds of a call of a body: of computing, and of communicating."""
-    moved = collective(graph, node)
-    if moved is not None:
-        group = hardware.group_of(graph.mesh, graph.mesh.resolve(moved.axes))
-        return 0.0, hardware.collective_seconds(moved.kind, float(moved.payload_bytes), group) * moved.times
-    rule = find_rule(node.target)
-    if info(node).constant or (rule is not None and rule.kind == "view"):
-        return 0.0, 0.0
-    outs = [v for v in results(node) if v is not None]
-    count = node_flops(graph, node)
-    if count and outs:
-        shape = type_of(outs[0]).local_shape(graph.mesh)
-        dtype, op = type_of(outs[0]).dtype, op_name(node.target)
-        if op.startswith("shardc.sdpa"):
-            return hardware.attention_seconds(count, dtype, backward=info(node).phase == "bwd"), 0.0
-        batch = shape[0] if op in ("bmm", "baddbmm") else 1
-        columns = shape[1] if op == "convolution" else shape[-1] if shape else 1
-        rows = max(1, math.prod(shape) // max(1, columns * batch))
-        depth = max(1, count // max(1, 2 * batch * rows * columns))
-        return hardware.product_seconds(batch, rows, columns, depth, dtype), 0.0
-    values = [v for v in (*operands(node), *outs) if not info(v).constant]
-    moved_bytes = sum(type_of(v).local_bytes(graph.mesh) for v in dict.fromkeys(values))
-    return hardware.memory_seconds(moved_bytes), 0.0
-
-
 def layer_costs(graph: Graph, hardware: Hardware) -> list[LayerCost]:
     """The costs of a body by layer: each list of layers as one entry, of the mean of its elements; the rest as one."""
     spent: dict[str, dict[str, list[float]]] = {}
-    for node in graph.calls():
-        compute, communication = compiled_seconds(graph, hardware, node)
+    microbatch = in_microbatch(graph)
+    for node, cost in call_costs(graph, hardware).items():
+        times = graph.microbatches if node in microbatch else 1
+        seconds, communication = times * cost.total, times * cost.seconds if cost.moved is not None else 0.0
         layer = layer_of(info(node).fqn)
         pattern = f"{list_and_index(layer)[0]}.*" if layer else ""
         entry = spent.setdefault(pattern, {}).setdefault(layer, [0.0, 0.0, 0.0])
-        entry[0] += compute + communication
+        entry[0] += seconds
         entry[1] += communication
     for port, value in zip(graph.inputs, graph.placeholders, strict=True):
         layer = layer_of(port.name.rpartition(".")[0])
