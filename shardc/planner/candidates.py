@@ -76,6 +76,9 @@ class _Form:
     What layers return, the residual stream of a transformer, may lie over the axis in `any` way, or by `positions`, or
     not (`whole`). Unless in any, its features are never divided, in no other value either: an axis that is put on them
     in an embedding spreads to all layers, whose norms need them whole.
+
+    With `whole_products`, weights are divided and positions are not. The other form is tried where an input has places,
+    as an image has: the positions of token ids are divided over an axis of the sequence.
     """
 
     why: str
@@ -201,8 +204,9 @@ class _Search:
         """The placements that are best under each condition, and what the placement program says of them; with a bound
         of memory that those do not meet, those at the least price of a byte that do."""
         axes = [axis for axis in tensor_axes(self.roles) if self.mesh.size(axis) > 1]
-        held = math.inf
-        for form in FORMS if axes else FORMS[:1]:
+        held, places = math.inf, [*self._places()]
+        forms = [form for form in FORMS if form.whole_products or places] if axes else FORMS[:1]
+        for form in forms:
             divided = Divided(self.graph, self.mesh, self.roles)
             solutions = [self._divide(divided, axis, form) for axis in axes]
             if all(solution is not None for solution in solutions):
@@ -213,10 +217,10 @@ class _Search:
                 break
             divided = Divided(self.graph, self.mesh, self.roles)
             for axis in axes:
-                if (solution := self._divide(divided, axis, FORMS[-1], price)) is not None:
+                if (solution := self._divide(divided, axis, forms[-1], price)) is not None:
                     held = solution.held + solution.kept
                     yield f"memory at {price:g} seconds a byte", self._written(divided), solution
-        for atom in self._places() if axes else ():
+        for atom in places if axes else ():
             divided = Divided(self.graph, self.mesh, self.roles)
             for value, i in atom:
                 for axis in axes:
