@@ -1,6 +1,6 @@
 """Placements of weights, the batch and activations that all ways of placing a layer share, found once in the graph.
 
-    placements.found[True]     {"params": {"h.*.q.weight": "tp, -", ...}, "activations": {"h.*": "dp.ep, cp.tp, -"}, ...}
+    placements.found[True]     {"params": {"h.*.q.weight": "tp, -", ...}, "activations": {"h.*": "dp.ep, cp.tp, -"}}
     placements.found[False]    the same, the residual stream whole over tp
     only("dp.ep, cp.tp, -", ("dp", "tp"))     "dp, tp, -"
 

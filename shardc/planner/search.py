@@ -26,6 +26,7 @@ from shardc.planner.small_program import Subject
 from shardc.planner.step_costs import Estimate, estimate
 
 SLACK = 0.02
+FAR = 1.3
 MOST_ROWS = 1024
 LONGEST_TP = 64
 LEAST_PART = 128  # of a sequence, on one rank
@@ -67,6 +68,7 @@ class Outcome:
     guessed: list[Priced]
     refused: dict[Inner, ShardcError]
     compiles: int = 0
+    far: int = 0  # candidates that cannot come near the best, by their work and their bubble alone
 
     def fitting(self, memory: float) -> list[Priced]:
         return sorted((p for p in self.priced if p.estimate.memory.total <= memory), key=lambda p: p.seconds)
@@ -81,13 +83,20 @@ def search(subject: Subject, limits: Limits) -> Outcome:
     outcome = Outcome([], [], {})
     priced: dict[Inner, list[Priced]] = {}
     guesses: list[tuple[float, int, Inner]] = []
+    best = math.inf
     for number, (inner, members) in enumerate(groups.items()):
         first = subject.costs(replace(inner, rows=1, recompute="none", sequence=_streams(subject, inner)))
         if isinstance(first, ShardcError):
             outcome.refused[inner] = first
             continue
-        priced[inner] = _priced(subject, members, derived(first, inner, base), guess=True)
-        heapq.heappush(guesses, (_best(priced[inner], limits.memory), number, inner))
+        costs = derived(first, inner, base)
+        work = _work(costs.total())
+        near = [c for c in members if least_seconds(c, work) <= best * FAR]
+        outcome.far += len(members) - len(near)
+        priced[inner] = _priced(subject, near, costs, guess=True)
+        fastest = _best(priced[inner], limits.memory)
+        best = min(best, fastest)
+        heapq.heappush(guesses, (fastest, number, inner))
     best = math.inf
     while guesses and guesses[0][0] <= best * (1 + SLACK) and guesses[0][0] < math.inf:
         _, _, inner = heapq.heappop(guesses)
@@ -95,7 +104,7 @@ def search(subject: Subject, limits: Limits) -> Outcome:
         if isinstance(costs, ShardcError):
             outcome.refused[inner] = costs
             continue
-        compiled = _priced(subject, groups[inner], costs)
+        compiled = _priced(subject, [p.candidate for p in priced[inner]], costs)
         outcome.priced += compiled
         best = min(best, _best(compiled, limits.memory))
     outcome.guessed = [p for _, _, inner in guesses for p in priced[inner]]
@@ -109,6 +118,15 @@ def _priced(subject: Subject, members: Sequence[Candidate], costs: LayerCosts, g
 
 def _best(priced: Sequence[Priced], memory: float) -> float:
     return min((p.seconds for p in priced if p.estimate.memory.total <= memory), default=math.inf)
+
+
+def least_seconds(c: Candidate, work: float) -> float:
+    """What a candidate's work and its pipeline's bubble take, given the seconds of a microbatch on one rank."""
+    return work * (c.microbatches + (c.pp - 1) / c.virtual) / c.pp
+
+
+def _work(part: Part) -> float:
+    return part.forward + part.backward
 
 
 def _streams(subject: Subject, inner: Inner) -> bool:

@@ -184,7 +184,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.cli": """
             __init__ as_json commands console doctor generation host_memory ir_printer kernel_list kernel_sources
-            left_out local_launch main optimizers pipeline_summary summary targets
+            left_out local_launch main optimizers pipeline_summary plan summary targets
         """,
     },
     {
