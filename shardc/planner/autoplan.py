@@ -180,6 +180,7 @@ class _Ranker:
         others = [
             self._of(p, *self._extrapolated(p, scale), self._reason(p, leader)) for p in self._others(leader, best)
         ]
+        notes: list[str] = []
         considered = len(self.outcome.priced) + len(self.outcome.guessed) + self.outcome.far
         if refused := len({(i.tp, i.cp, i.ep) for i in self.outcome.refused}):
             notes.append(f"{refused} ways of placing layers cannot be compiled, and were left out")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Numbers:
     """Bytes of an element: of a weight as it is stored, as it is computed with, of its gradient and of its state; and
-    the seconds of its update, by the optimizer's own calls. `launched` are those that launching the update of one tensor
-    takes, however small it is."""
+    the seconds of its update, by the optimizer's own calls. `launched` are the seconds in which the update of one
+    tensor is launched, however small it is."""
 
     stored: float = 4
     computed: float = 4
