@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardc.compiler.binding import check_module, read_plan
 from shardc.compiler.request import Request, compiled, rows_of
+from shardc.ir.collectives import human_bytes
 from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.gc_pause import gc_paused
@@ -24,9 +25,9 @@ from shardc.planner.candidate import Candidate
 from shardc.planner.inner import Inner
 from shardc.planner.layer_costs import LayerCosts
 from shardc.planner.ranking import RankedPlan, Ranking
-from shardc.planner.reasons import GIB, reason
+from shardc.planner.reasons import does_not_fit, reason
 from shardc.planner.reduced_model import KEPT, reduced
-from shardc.planner.search import Limits, Outcome, Priced, search
+from shardc.planner.search import Limits, Outcome, Priced, kind_of, search
 from shardc.planner.small_program import Subject, elements_a_row, resized
 from shardc.planner.step_costs import estimate
 
@@ -91,7 +92,7 @@ def autoplan(
     make = optimizer or _adamw
     subject = Subject(model, resized(batch, total), loss, chosen, kept, make, max(2, widest))
     limits = Limits(gpus, limit, total, elements_a_row(batch), pinned(kept, gpus))
-    outcome = search(subject, limits)
+    outcome = search(subject, limits, top)
     fitting = outcome.fitting(limit)
     if not fitting:
         raise _nothing_fits(outcome, limits, subject)
@@ -151,13 +152,10 @@ def _nothing_fits(outcome: Outcome, limits: Limits, subject: Subject) -> ShardcE
         hint = "pass a batch that more of the ranks' divisors divide" + (f"; kept are {fixed}" if fixed else "")
         return ShardcError(Diagnostic("SC251", message, hint=hint))
     least = min(every, key=lambda p: p.estimate.memory.total)
-    held = least.estimate.memory.total / GIB
-    ranks = limits.gpus * 2
-    while ranks < limits.gpus * 1024 and held * limits.gpus / ranks > limits.memory / GIB:
-        ranks *= 2
-    message = f"no plan fits {limits.memory / GIB:g} GiB on {limits.gpus} ranks: the smallest needs {held:.1f} GiB"
-    cause = f"{least.candidate}"
-    hint = f"ranks of {held:.0f} GiB, about {ranks} ranks, shorter sequences, or a smaller batch would make it fit"
+    held = human_bytes(least.estimate.memory.total)
+    message = f"no plan fits {human_bytes(limits.memory)} on {limits.gpus} ranks: the smallest needs {held}"
+    cause = f"that is {least.candidate}: {does_not_fit(least.estimate.memory, limits.memory)}"
+    hint = f"give each rank {held} or more, take more ranks, or a shorter sequence"
     return ShardcError(Diagnostic("SC250", message, cause=cause, hint=hint))
 
 
@@ -190,8 +188,7 @@ class _Ranker:
         """The fastest, one for each mesh, level of storage and recomputation."""
         chosen: dict[object, Priced] = {}
         for p in self.fitting:
-            c = p.candidate
-            chosen.setdefault((c.mesh, c.zero, c.recompute), p)
+            chosen.setdefault(kind_of(p.candidate), p)
         return list(chosen.values())[:top]
 
     def _others(self, leader: Priced, shown: list[Priced]) -> list[Priced]:

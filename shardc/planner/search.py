@@ -74,8 +74,11 @@ class Outcome:
         return sorted((p for p in self.priced if p.estimate.memory.total <= memory), key=lambda p: p.seconds)
 
 
-def search(subject: Subject, limits: Limits) -> Outcome:
-    """Price all candidates. Raises ShardcError where the model compiles for no rank alone."""
+def search(subject: Subject, limits: Limits, top: int = 1) -> Outcome:
+    """Price all candidates, until so many kinds that fit have compiled layers.
+
+    Raises ShardcError where the model compiles for no rank alone.
+    """
     base = {rows: _compiled(subject, rows) for rows in (1, 4)}
     groups: dict[Inner, list[Candidate]] = defaultdict(list)
     for candidate in candidates(subject, limits):
@@ -97,8 +100,10 @@ def search(subject: Subject, limits: Limits) -> Outcome:
         fastest = _best(priced[inner], limits.memory)
         best = min(best, fastest)
         heapq.heappush(guesses, (fastest, number, inner))
-    best = math.inf
-    while guesses and guesses[0][0] <= best * (1 + SLACK) and guesses[0][0] < math.inf:
+    best, meshes = math.inf, set[object]()
+    while guesses and guesses[0][0] < math.inf:
+        if guesses[0][0] > best * (1 + SLACK) and len(meshes) >= top:
+            break
         _, _, inner = heapq.heappop(guesses)
         costs = subject.costs(inner)
         if isinstance(costs, ShardcError):
@@ -107,6 +112,7 @@ def search(subject: Subject, limits: Limits) -> Outcome:
         compiled = _priced(subject, [p.candidate for p in priced[inner]], costs)
         outcome.priced += compiled
         best = min(best, _best(compiled, limits.memory))
+        meshes |= {kind_of(p.candidate) for p in compiled if p.estimate.memory.total <= limits.memory}
     outcome.guessed = [p for _, _, inner in guesses for p in priced[inner]]
     outcome.compiles = subject.compiles
     return outcome
@@ -118,6 +124,11 @@ def _priced(subject: Subject, members: Sequence[Candidate], costs: LayerCosts, g
 
 def _best(priced: Sequence[Priced], memory: float) -> float:
     return min((p.seconds for p in priced if p.estimate.memory.total <= memory), default=math.inf)
+
+
+def kind_of(c: Candidate) -> object:
+    """What a ranking tells apart: the mesh, the level of storage, what is recomputed."""
+    return c.mesh, c.zero, c.recompute
 
 
 def least_seconds(c: Candidate, work: float) -> float:
