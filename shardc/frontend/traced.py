@@ -48,16 +48,11 @@ class Traced:
     changed_attributes: frozenset[str] = frozenset()  # of the model, by forward itself
 
     def copy(self) -> Traced:
-        """The same over nodes of its own. `ingest` takes the nodes of a trace, so that it serves one graph."""
-        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
-        output = graph.graph_copy(self.graph, of)
-        graph.output(output)
-        for node, mine in of.items():
-            mine.meta = {key: of[v] if isinstance(v, fx.Node) else v for key, v in node.meta.items()}
-        return replace(
-            self,
-            graph=graph,
-            inputs=tuple(replace(i, node=of[i.node]) for i in self.inputs),
-            outputs=tuple(replace(o, node=of[o.node]) for o in self.outputs),
-            modules={name: of[node] for name, node in self.modules.items()},
-        )
+        """The same with a graph of its own: to compile one consumes it."""
+        graph, table = fx.Graph(), dict[fx.Node, fx.Node]()
+        returned = graph.graph_copy(self.graph, table)
+        graph.output(returned)
+        inputs = tuple(replace(i, node=table[i.node]) for i in self.inputs)
+        outputs = tuple(replace(o, node=table[o.node]) for o in self.outputs)
+        modules = {name: table[node] for name, node in self.modules.items()}
+        return replace(self, graph=graph, inputs=inputs, outputs=outputs, modules=modules)

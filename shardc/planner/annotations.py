@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from shardc.ir.annotation import Annotation
 from shardc.ir.graph import Graph, type_of
-from shardc.ir.layers import in_every_layer, layer_of
+from shardc.ir.layers import in_every_layer, layer_of, layers_of
+from shardc.ir.placement import Placement
 from shardc.planner.axis_roles import Divided, Role
 
 Placed = Mapping[tuple[fx.Node, int], Sequence[str]]  # (value, flat atom) -> axes, major first
@@ -42,14 +44,16 @@ def annotations_of(divided: Divided, kept: Mapping[str, Iterable[str]], *, layer
     params: dict[str, str] = {}
     inputs: dict[str, str] = {}
     for port, value in zip(graph.inputs, graph.placeholders, strict=True):
-        if port.role == "param" and type_of(value).ndim > 1 and port.name not in kept.get("params", ()):
-            params[port.name] = text_of(divided, value, mesh_axes)
+        if port.role == "param":
+            said = type_of(value).ndim > 1 and port.name not in kept.get("params", ())
+            params[port.name] = text_of(divided, value, mesh_axes) if said else ""
         if port.role == "input" and type_of(value).ndim and port.name not in kept.get("inputs", ()):
             inputs[port.name] = text_of(divided, value, mesh_axes)
     activations: dict[str, str] = {}
-    for name in layers:
-        value = graph.activations.get(name)
-        if value is None or name in kept.get("activations", ()):
+    annotated = set(layers) - set(kept.get("activations", ()))
+    for name, value in graph.activations.items():
+        if name not in annotated:
+            activations[name] = ""
             continue
         tensor = {axis for (v, _), axes in divided.placed.items() if v is value for axis in axes}
         activations[name] = text_of(divided, value, mesh_axes) if tensor else ""
@@ -80,29 +84,33 @@ def is_sharded(text: str) -> bool:
 
 
 def merged(texts: Mapping[str, str]) -> dict[str, str]:
-    """One pattern for the names that differ in the numbers of layers alone. Where their placements differ, the one that
-    most have is the pattern's; families with nothing sharded are left out."""
-    families: dict[str, dict[str, str]] = {}
-    for name, text in texts.items():
-        families.setdefault(in_every_layer(name), {})[name] = text
+    """Sharded names as patterns: all numbers in a name may differ, or the first, or none, as long as all names that the
+    pattern matches are placed alike. `texts` has every name of a kind; "" for those that no annotation speaks of."""
     result: dict[str, str] = {}
-    for pattern, family in families.items():
-        values = list(family.values())
-        if not any(is_sharded(text) for text in values):
+    matched: dict[str, bool] = {}
+    for name, text in texts.items():
+        if not is_sharded(text):
             continue
-        common = max(dict.fromkeys(values), key=values.count)
-        if len(family) == 1 or not is_sharded(common):
-            result.update({name: text for name, text in family.items() if is_sharded(text)})
-            continue
-        result[pattern] = common
-        result.update({name: text for name, text in family.items() if text != common and text})
+        for pattern in (in_every_layer(name), _in_every_outer(name), name):
+            if pattern not in matched:
+                matches = Annotation(pattern, Placement()).matches
+                matched[pattern] = pattern == name or all(t == text for n, t in texts.items() if matches(n))
+            if matched[pattern]:
+                result[pattern] = text
+                break
     return result
 
 
+def _in_every_outer(name: str) -> str:
+    """The same with the first number alone left open."""
+    outer = next(iter(layers_of(name)), "")
+    return f"{outer.rpartition('.')[0]}.*{name[len(outer) :]}" if outer else name
+
+
 def layer_modules(graph: Graph, names: Iterable[str] = ()) -> list[str]:
-    """Modules that are layers: elements of lists, and others that were found equal."""
-    listed = [name for name in graph.activations if layer_of(name.partition("#")[0]) == name]
-    return list(dict.fromkeys([*listed, *(name for name in names if name in graph.activations)]))
+    """Modules that are layers: elements of lists, or, where a model has none, those that were found equal."""
+    listed = [name for name in graph.activations if name and layer_of(name.partition("#")[0]) == name]
+    return listed or [name for name in dict.fromkeys(names) if name in graph.activations]
 
 
 def tensor_axes(roles: Mapping[str, Role]) -> list[str]:

@@ -49,6 +49,8 @@ class Divided:
         self.classes = Classes(self.graph)
         self.batch = {self.classes.of(p) for v in self.inputs() for p in self._dim(v, 0)}
         self.experts = {self.classes.of(p) for v in self.expert_weights() for p in self._dim(v, 0)}
+        vectors = [n for n in self.graph.placeholders if type_of(n).ndim == 1 and n not in self.inputs()]
+        self.features = {self.classes.of((v, i)) for v in vectors for i in range(len(type_of(v).atoms))}
         sequence = {self.classes.of(p) for v in self.sequences() for p in self._dim(v, 1)}
         places = {
             "batch": self.batch,

@@ -17,7 +17,7 @@ free. A reshard counts with what backward does in its place:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,13 @@ from shardc.cost.flops import COUNTS
 from shardc.ir.graph import Graph, info, op_name, operands, results, type_of
 from shardc.ir.hardware import Group, Hardware
 from shardc.ir.schema import given
+from shardc.planner.compiled_cost import UPDATE_BYTES
 from shardc.planner.strategies import BROADCAST, PENDING, WHOLE, State, Strategy
-from shardc.rules.projection import project
 from shardc.rules.registry import find_rule
 
 Shape = tuple[int, ...]
 Divisors = Mapping[tuple[fx.Node, int], int]  # (value, flat atom) -> the ranks of other axes that divide it
-UPDATE_BYTES = 28  # read and written an element by an optimizer with two moments, all in float32
+GATHERED = 1.0  # seconds: more than all else, so that it is done where a user's plan leaves nothing else
 HELD_BYTES = 12  # held an element beside the parameter itself: its gradient and two moments
 
 
@@ -51,6 +51,7 @@ class AxisCosts:
     divided: Divisors
     trained: frozenset[fx.Node]  # values that have a gradient
     gradient_groups: tuple[Group, ...] = ()
+    weights: frozenset[fx.Node] = frozenset()  # parameters, as they are or through views and casts alone
 
     # ------------------------------------------------------------------ shapes
     def local_shape(self, value: fx.Node, state: State = WHOLE) -> Shape:
@@ -60,8 +61,7 @@ class AxisCosts:
             extent = 1
             begun = False
             for atom in dim:
-                atom_size = math.prod((atom,))
-                local = -(-atom_size // self.divided.get((value, flat), 1))
+                local = -(-atom // self.divided.get((value, flat), 1))
                 if flat == state or (begun and left > 1):
                     begun = True
                     taken = left if local >= left or left % local else local
@@ -87,15 +87,14 @@ class AxisCosts:
         made = {v: s for v, s in zip(results(node), strategy.makes, strict=True) if v is not None}
         op = op_name(node.target)
         if op in COUNTS and outs:
-            shape = self._inner_shape(node, strategy)
 
             def argument(value: Any) -> Any:
                 if isinstance(value, (list, tuple)):
                     return [argument(v) for v in value]
-                return shape(value, states[value]) if isinstance(value, fx.Node) else value
+                return self.local_shape(value, states[value]) if isinstance(value, fx.Node) else value
 
             arguments = {name: argument(value) for name, value in given(node).items()}
-            result = shape(outs[0], made[outs[0]])
+            result = self.local_shape(outs[0], made[outs[0]])
             count = COUNTS[op](arguments, result)
             dtype = type_of(outs[0]).dtype
             if op.startswith("shardc.sdpa"):
@@ -116,9 +115,6 @@ class AxisCosts:
             moved = sum(self.bytes_of(v, s) for v, s in {**states, **made}.items() if not info(v).constant)
         return seconds + self.hardware.memory_seconds(moved) * (2 if trained else 1)
 
-    def _inner_shape(self, node: fx.Node, strategy: Strategy) -> Callable[[fx.Node, State], Shape]:
-        return lambda value, state: self.local_shape(value, state)
-
     def _statistics(self, node: fx.Node) -> float:
         """The all-reduce of a number for each row of what is split, forward and backward."""
         value = operands(node)[0]
@@ -127,7 +123,11 @@ class AxisCosts:
 
     # ------------------------------------------------------------------ values
     def reshard_seconds(self, value: fx.Node, made: State, needed: State) -> float:
-        """From the state in which a value is made to that in which it is read, and the gradient's way back."""
+        """From the state in which a value is made to that in which it is read, and the gradient's way back.
+
+        Weights are computed with as they are placed. To hold less of them than one computes with is a matter of storage
+        (ZeRO), and no placement says it: so that costs `GATHERED` more.
+        """
         if info(value).constant or made == needed:
             if made == needed and made == BROADCAST:
                 return math.inf
@@ -150,8 +150,9 @@ class AxisCosts:
         else:
             forward = backward = "all_to_all"
             size /= self.size
+        apart = GATHERED if made >= 0 and value in self.weights else 0.0
         kinds = [kind for kind in (forward, backward if trained else None) if kind is not None]
-        return sum(self.hardware.collective_seconds(kind, size, self.group) for kind in kinds)
+        return apart + sum(self.hardware.collective_seconds(kind, size, self.group) for kind in kinds)
 
     def parameter_seconds(self, value: fx.Node, state: State) -> float:
         """The update of a parameter, and the sum of its gradient over other axes."""
@@ -178,14 +179,12 @@ def trained_values(graph: Graph) -> frozenset[fx.Node]:
     return frozenset(trained)
 
 
-def pieces_of(node: fx.Node) -> dict[int, list[tuple[fx.Node, int]]]:
-    """Where each piece of a call lies: (value, flat atom)."""
-    projection = project(node)
-    places: dict[int, list[tuple[fx.Node, int]]] = {}
-    for value, pieces in zip(
-        (*operands(node), *results(node)), (*projection.operands, *projection.results), strict=True
-    ):
-        for atom, piece in enumerate(pieces):
-            if value is not None:
-                places.setdefault(piece, []).append((value, atom))
-    return places
+def weight_values(graph: Graph) -> frozenset[fx.Node]:
+    """Parameters, and what views and casts alone make of them."""
+    weights = {n for p, n in zip(graph.inputs, graph.placeholders, strict=True) if p.role == "param"}
+    for node in graph.calls():
+        rule = find_rule(node.target)
+        alone = rule is not None and rule.kind in ("view", "pointwise") and len(operands(node)) == 1
+        if alone and operands(node)[0] in weights:
+            weights.update(v for v in results(node) if v is not None)
+    return frozenset(weights)

@@ -5,7 +5,6 @@ shapes of one rank's body; each class of equal layers by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -17,15 +16,18 @@ from shardc.ir.hardware import Hardware
 from shardc.ir.layers import layer_of, list_and_index
 from shardc.rules.registry import find_rule
 
+UPDATE_BYTES = 28  # read and written an element by an optimizer with two moments, all in float32
+
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One of equal layers of a step: how many there are, and the seconds and the activations' bytes of one."""
+    """One of equal layers of a step: how many there are, and the seconds of one, its parameters' update included."""
 
     pattern: str  # "transformer.h.*"; "" for all that is in no layer
     count: int
     seconds: float
     communication: float  # of these seconds, those in collectives
+    update: float = 0.0  # and those of an optimizer with two moments, on weights as they are placed
 
 
 def compiled_seconds(graph: Graph, hardware: Hardware, node: fx.Node) -> tuple[float, float]:
@@ -54,22 +56,27 @@ def compiled_seconds(graph: Graph, hardware: Hardware, node: fx.Node) -> tuple[f
     return hardware.memory_seconds(moved_bytes), 0.0
 
 
-def layer_costs(graph: Graph, hardware: Hardware, pattern_of: Mapping[str, str] | None = None) -> list[LayerCost]:
-    """The costs of a body by layer: each list of layers as one entry, of the mean of its elements; the rest as one.
-
-    `pattern_of` names the class of a layer where it is no list's.
-    """
+def layer_costs(graph: Graph, hardware: Hardware) -> list[LayerCost]:
+    """The costs of a body by layer: each list of layers as one entry, of the mean of its elements; the rest as one."""
     spent: dict[str, dict[str, list[float]]] = {}
     for node in graph.calls():
         compute, communication = compiled_seconds(graph, hardware, node)
         layer = layer_of(info(node).fqn)
-        base, _ = list_and_index(layer)
-        pattern = (pattern_of or {}).get(layer) or (f"{base}.*" if layer else "")
-        entry = spent.setdefault(pattern, {}).setdefault(layer, [0.0, 0.0])
+        pattern = f"{list_and_index(layer)[0]}.*" if layer else ""
+        entry = spent.setdefault(pattern, {}).setdefault(layer, [0.0, 0.0, 0.0])
         entry[0] += compute + communication
         entry[1] += communication
+    for port, value in zip(graph.inputs, graph.placeholders, strict=True):
+        layer = layer_of(port.name.rpartition(".")[0])
+        pattern = f"{list_and_index(layer)[0]}.*" if layer else ""
+        if port.role == "param" and port.trainable:
+            size = UPDATE_BYTES * type_of(value).local_bytes(graph.mesh) // type_of(value).dtype.itemsize
+            update = hardware.memory_seconds(size)
+            entry = spent.setdefault(pattern, {}).setdefault(layer, [0.0, 0.0, 0.0])
+            entry[0] += update
+            entry[2] += update
     costs: list[LayerCost] = []
     for pattern, layers in spent.items():
-        total = [sum(entry[i] for entry in layers.values()) for i in (0, 1)]
-        costs.append(LayerCost(pattern, len(layers), total[0] / len(layers), total[1] / len(layers)))
+        total = [sum(entry[i] for entry in layers.values()) / len(layers) for i in range(3)]
+        costs.append(LayerCost(pattern, len(layers), *total))
     return costs

@@ -62,6 +62,7 @@ def canonical_form(graph: Graph, calls: Sequence[fx.Node]) -> Form:
         for value in operands(call):
             if value not in number:
                 kind = "constant" if info(value).constant else ports.get(value, "value")
+                kind = "value" if kind == "input" else kind  # of the first layer of several
                 number[value] = (kind, len(number), str(type_of(value)))
             used.append(number[value])
         arguments = _frozen(given(call))

@@ -12,7 +12,8 @@ says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,22 @@ class Assignment:
 
 def least(sizes: Mapping[Variable, int], tables: Sequence[Table]) -> Assignment:
     """The choice, from 0 to `sizes` of each variable, whose sum over all tables is least."""
+    with _one_thread():
+        return _least(sizes, tables)
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Tables are small: to wake other threads takes longer than the work, 75 times as long where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _least(sizes: Mapping[Variable, int], tables: Sequence[Table]) -> Assignment:
     pool = _Pool(tables)
     fixed: dict[Variable, int] = {}
     steps: list[tuple[Variable, tuple[Variable, ...], Tensor]] = []

@@ -15,14 +15,16 @@ meets the bound (Lagrange's relaxation).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
 
 from shardc.ir.graph import Graph, info, operands, producer, results, type_of
+from shardc.ir.layers import in_every_layer
 from shardc.planner.call_costs import AxisCosts
+from shardc.planner.compiled_cost import LayerCost
 from shardc.planner.layers import EqualLayers
 from shardc.planner.min_sum import Table, least
 from shardc.planner.strategies import (
@@ -34,6 +36,7 @@ from shardc.planner.strategies import (
     Strategy,
     strategies_of,
 )
+from shardc.rules.registry import find_rule
 
 Allowed = Callable[[fx.Node], "frozenset[State] | None"]  # of a value: the states that a user's plan leaves; None: all
 TIE = 1e-12  # seconds, by which a whole value is preferred where nothing else tells
@@ -41,22 +44,24 @@ TIE = 1e-12  # seconds, by which a whole value is preferred where nothing else t
 
 @dataclass(frozen=True)
 class Solution:
-    """States of values over the axis, and what they cost: `seconds` of all, and of each class of equal layers for one.
+    """States of values over the axis, and what they cost: `seconds` of all, and of each class of equal `layers`.
 
-    `held` are bytes of parameters, their gradients and moments on a rank.
+    `held` are bytes of parameters, their gradients and moments on a rank, `kept` those of values that backward reads.
     """
 
     states: Mapping[fx.Node, State]
     strategies: Mapping[fx.Node, Strategy]
+    cost: float  # that was minimised: infinite where the conditions cannot be met
     seconds: float
     held: int
     exact: bool
-    of_layers: tuple[tuple[int, float], ...] = ()  # (count, seconds of one)
+    kept: int = 0
+    layers: tuple[LayerCost, ...] = ()
 
 
 @dataclass
 class PlacementProgram:
-    """The tables of one axis. `whole_products`: see `strategies_of`; `price` is of a byte, in seconds."""
+    """The tables of one axis. With `whole_products`, no product splits what the parameter in it has not."""
 
     graph: Graph
     axis: str
@@ -66,26 +71,35 @@ class PlacementProgram:
     allowed: Allowed = lambda value: None
     whole_products: bool = True
     strategies: dict[fx.Node, list[Strategy]] = field(default_factory=dict[fx.Node, list[Strategy]])
+    wanted: dict[fx.Node, list[State | None]] = field(default_factory=dict[fx.Node, "list[State | None]"])
+    limits: dict[fx.Node, frozenset[State]] = field(default_factory=dict[fx.Node, "frozenset[State]"])
     readers: dict[fx.Node, list[tuple[fx.Node, int]]] = field(default_factory=dict[fx.Node, list[tuple[fx.Node, int]]])
 
     def __post_init__(self) -> None:
+        matrices = {v for v in self.costs.weights if type_of(v).ndim > 1} if self.whole_products else set[fx.Node]()
         for node in self.graph.calls():
             if info(node).phase != "fwd" or info(node).constant:
                 continue
             first = self.equal.of(node)
             known = self.strategies.get(first)
-            self.strategies[node] = known or strategies_of(
-                self.graph, node, self.axis, self.offered, self.whole_products
-            )
+            self.strategies[node] = known or strategies_of(self.graph, node, self.axis, self.offered, matrices)
             for k, value in enumerate(operands(node)):
                 if not info(value).constant:
                     self.readers.setdefault(value, []).append((node, k))
+                    wanted = self.wanted.setdefault(self.equal.of(value), [None])
+                    needs = dict.fromkeys(s.needs[k] for s in self.strategies[node] if s.needs[k] != PENDING)
+                    wanted += [state for state in needs if state not in wanted]
         self.shared = {self.equal.of(v) for v, uses in self.readers.items() if len(uses) > 1}
+        for value in self.graph.values():
+            if (allowed := self.allowed(value)) is not None:
+                first = self.equal.of(value)
+                self.limits[first] = self.limits.get(first, allowed) & allowed
+        self.shared |= self.limits.keys()
 
     # ------------------------------------------------------------------ choices
     def states_of(self, value: fx.Node) -> list[State]:
         """In which a value may be made: by its call, or as a parameter or an input lies."""
-        allowed = self.allowed(value)
+        allowed = self.limits.get(self.equal.of(value))
         if value.op == "placeholder":
             atoms = [i for i in range(len(type_of(value).atoms)) if self.offered(value, i)]
             states = [WHOLE, *atoms]
@@ -95,10 +109,15 @@ class PlacementProgram:
 
     def handed(self, value: fx.Node) -> list[tuple[State, State | None]]:
         """The choices of a shared value: the state it is made in, and the one that it is handed on in besides."""
-        others: list[State | None] = [None, WHOLE, BROADCAST]
-        others += [i for i in range(len(type_of(value).atoms)) if self.offered(value, i)]
-        made = self.states_of(value)
-        return [(m, other) for m in made for other in others if other != m]
+        others = self.wanted[self.equal.of(value)]
+        allowed = self.limits.get(self.equal.of(value))
+
+        def fits(made: State, other: State | None) -> bool:
+            """A pending value that is limited is handed on as it may be."""
+            return made != PENDING or allowed is None or (WHOLE if other == BROADCAST else other) in allowed
+
+        pairs = [(made, other) for made in self.states_of(value) for other in others if other != made]
+        return [pair for pair in pairs if fits(*pair)]
 
     # ------------------------------------------------------------------ the program
     def solve(self, price: float = 0.0) -> Solution:
@@ -178,8 +197,8 @@ class PlacementProgram:
     def _call_costs(self, node: fx.Node, strategies: list[Strategy], price: float) -> list[float]:
         costs: list[float] = []
         for strategy in strategies:
-            made = [(v, s) for v, s in zip(results(node), strategy.makes, strict=True) if v in self.costs.trained]
-            kept = sum(self.costs.bytes_of(v, s) for v, s in made if v is not None and _read_by_backward(v))
+            made = [(v, s) for v, s in zip(results(node), strategy.makes, strict=True) if v is not None]
+            kept = sum(self.costs.bytes_of(v, s) for v, s in made if self._is_kept(v))
             seconds = self.costs.call_seconds(node, strategy) + price * kept
             costs.append(seconds + (0.0 if strategy.piece is None else TIE))
         return costs
@@ -194,13 +213,13 @@ class PlacementProgram:
         """Infinite for what a user's plan does not leave to a result."""
         limits = [0.0] * len(strategies)
         for k, value in enumerate(results(node)):
-            allowed = self.allowed(value) if value is not None else None
+            allowed = self.limits.get(self.equal.of(value)) if value is not None else None
             if allowed is not None:
                 limits = [
                     limit if s.makes[k] in allowed or s.makes[k] == PENDING else math.inf
                     for limit, s in zip(limits, strategies, strict=True)
                 ]
-        return limits if any(not math.isinf(x) for x in limits) else [0.0] * len(strategies)
+        return limits
 
     def _handing(self, value: fx.Node, made: State, choice: tuple[State, State | None]) -> float:
         if choice[0] != made:
@@ -209,6 +228,8 @@ class PlacementProgram:
 
     def _reading(self, value: fx.Node, choice: tuple[State, State | None], needed: State) -> float:
         made, other = choice
+        if made == PENDING and other is not None and self.equal.of(value) in self.limits:
+            made = WHOLE if other == BROADCAST else other
         if needed == other or (needed == WHOLE and other == BROADCAST):
             return 0.0
         return self.costs.reshard_seconds(value, made, needed)
@@ -232,20 +253,31 @@ class PlacementProgram:
             for v in states
             if v.op == "placeholder" and v in self.costs.trained
         )
-        seconds = self._seconds(states, chosen)
-        of_layers = tuple(
-            (len(parts), self._part_seconds(set(parts[0]), states, chosen)) for parts in self.equal.layers
-        )
-        return Solution(states, chosen, seconds, held, exact, of_layers)
+        seconds, _ = self._part_seconds(set(chosen), states, chosen)
+        kept = sum(self.costs.bytes_of(v, s) for v, s in states.items() if v.op != "placeholder" and self._is_kept(v))
+        return Solution(states, chosen, cost, seconds, held, exact, kept, tuple(self._layers(seconds, states, chosen)))
 
-    def _seconds(self, states: Mapping[fx.Node, State], chosen: Mapping[fx.Node, Strategy]) -> float:
-        return self._part_seconds(set(chosen), states, chosen)
+    def _is_kept(self, value: fx.Node) -> bool:
+        """Does backward read it? A view counts as what it is a view of."""
+        rule = find_rule(producer(value)[0].target)
+        read = any(user.op == "call_function" and info(user).phase == "bwd" for user in value.users)
+        return read and value in self.costs.trained and not (rule is not None and rule.kind == "view")
+
+    def _layers(
+        self, seconds: float, states: Mapping[fx.Node, State], chosen: Mapping[fx.Node, Strategy]
+    ) -> Iterator[LayerCost]:
+        for parts, names in zip(self.equal.layers, self.equal.names, strict=True):
+            one, communication = self._part_seconds(set(parts[0]), states, chosen)
+            yield LayerCost(in_every_layer(names[0]), len(parts), one, communication)
+            seconds -= len(parts) * one
+        yield LayerCost("", 1, seconds, 0.0)
 
     def _part_seconds(
         self, part: set[fx.Node], states: Mapping[fx.Node, State], chosen: Mapping[fx.Node, Strategy]
-    ) -> float:
-        """Calls of a part, reshards of what it reads, and the parameters that it reads first."""
+    ) -> tuple[float, float]:
+        """Calls of a part, reshards of what it reads, and the parameters that it reads first; of that, reshards."""
         seconds = sum(self.costs.call_seconds(node, chosen[node]) for node in part)
+        reshards = 0.0
         for value, uses in self.readers.items():
             mine = {chosen[reader].needs[k] for reader, k in uses if reader in part}
             if not mine:
@@ -254,15 +286,11 @@ class PlacementProgram:
             if made is None:
                 continue
             needs = mine - ({WHOLE} if BROADCAST in mine else set())
-            seconds += sum(self.costs.reshard_seconds(value, made, needed) for needed in needs)
+            reshards += sum(self.costs.reshard_seconds(value, made, needed) for needed in needs)
             if value.op == "placeholder" and uses[0][0] in part:
                 seconds += self.costs.parameter_seconds(value, made)
-        return seconds
+        return seconds + reshards, reshards
 
     def _made(self, value: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> State | None:
         call, k = producer(value)
         return chosen[call].makes[k] if call in chosen else None
-
-
-def _read_by_backward(value: fx.Node) -> bool:
-    return any(user.op == "call_function" and info(user).phase == "bwd" for user in value.users)

@@ -16,13 +16,13 @@ That is how the strategy of a forward call says what its backward does, so that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import fx
 
 from shardc.cost.flops import COUNTS
-from shardc.ir.graph import Graph, info, op_name, operands, results, type_of
+from shardc.ir.graph import Graph, info, op_name, operands, results
 from shardc.passes.softmax.split_softmax import opened
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
@@ -47,8 +47,10 @@ class Strategy:
     reduced: bool = False
 
 
-def strategies_of(graph: Graph, node: fx.Node, axis: str, offered: Offered, whole_products: bool) -> list[Strategy]:
-    """All strategies of a call; with `whole_products`, a product does not split what its parameter has not."""
+def strategies_of(
+    graph: Graph, node: fx.Node, axis: str, offered: Offered, matrices: Collection[fx.Node] = ()
+) -> list[Strategy]:
+    """All strategies of a call. A product with one of the `matrices` does not split what that has not."""
     sources, outs = operands(node), results(node)
     none = Strategy(None, (WHOLE,) * len(sources), (WHOLE,) * len(outs))
     rule = find_rule(node.target)
@@ -59,7 +61,7 @@ def strategies_of(graph: Graph, node: fx.Node, axis: str, offered: Offered, whol
     if _runs_on_sums(projection, [v for v in sources if not info(v).constant]):
         found.append(Strategy(None, (PENDING,) * len(sources), (PENDING,) * len(outs)))
     softmax = opened(node, projection)
-    weights = [i for i, v in enumerate(sources) if _is_matrix(graph, v)] if op_name(node.target) in COUNTS else []
+    weights = [i for i, v in enumerate(sources) if v in matrices] if op_name(node.target) in COUNTS else []
     for piece, size in enumerate(projection.sizes):
         if size < 2 or (piece in projection.blocked and piece not in softmax):
             continue
@@ -72,7 +74,7 @@ def strategies_of(graph: Graph, node: fx.Node, axis: str, offered: Offered, whol
         ]
         if not places or not all(offered(v, atom) for v, atom in places):
             continue
-        if whole_products and any(piece not in projection.operands[i] for i in weights):
+        if any(piece not in projection.operands[i] for i in weights):
             continue
         found.append(_splitting(projection, piece, reduced=piece in softmax))
     return found
@@ -96,14 +98,3 @@ def _splitting(projection: Projection, piece: int, *, reduced: bool) -> Strategy
 def _runs_on_sums(projection: Projection, sources: list[fx.Node]) -> bool:
     joint = projection.linear == "joint" or (len(projection.operands) == 1 and projection.linear == (0,))
     return joint and len(sources) == len(projection.operands) > 0
-
-
-def _is_matrix(graph: Graph, value: fx.Node) -> bool:
-    """A parameter of two dims or more, as it is or through views and casts of it alone."""
-    while value.op == "call_function" and len(operands(value)) == 1:
-        rule = find_rule(value.target)
-        if rule is None or rule.kind not in ("view", "pointwise"):
-            return False
-        value = operands(value)[0]
-    roles = {n: p.role for p, n in zip(graph.inputs, graph.placeholders, strict=True)}
-    return roles.get(value) == "param" and type_of(value).ndim > 1
