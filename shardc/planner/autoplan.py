@@ -108,12 +108,13 @@ def _is_float32(model: nn.Module) -> bool:
 
 
 def _check(gpus: int, rows: int, top: int) -> None:
-    for what, count, hint in (
+    checks: tuple[tuple[str, object, str], ...] = (
         ("ranks", gpus, "pass gpus=8, say"),
         ("rows of a batch", rows, "pass a batch whose first dim is its rows"),
         ("plans", top, "pass top=5, say"),
-    ):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    )
+    for what, count, hint in checks:
+        if type(count) is not int or count < 1:
             raise error("SC251", f"{count!r} is no number of {what}", hint=hint)
 
 

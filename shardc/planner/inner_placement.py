@@ -55,7 +55,7 @@ class Placements:
         for hardware in (self.hardware, Hardware.of(SLOW)):
             for candidate in candidate_plans(self.trace(2), mesh, hardware, pinned=pinned, top=5):
                 maps: dict[str, dict[str, str]] = {kind: dict(candidate.plan.get(kind, {})) for kind in KINDS}
-                if any("tp" in axes_of(text) for kind in ("params", "activations") for text in maps[kind].values()):
+                if any("tp" in axes_of(text) for text in maps["params"].values()):
                     best.setdefault(any("tp" in axes_of(text) for text in maps["activations"].values()), maps)
                 best_without = best_without or maps
             if best:
@@ -92,7 +92,8 @@ def inner_plan(placements: Placements, inner: Inner, kept: Plan, data: Collectio
     """The plan of a way of placing layers, with its recomputation, what is kept merged over it."""
     plan = placements.plan(inner, data)
     recompute = Plan.of(recompute=inner.recompute).recompute
-    return plan.model_copy(update={"recompute": recompute}).merge(kept)
+    outer = {"mesh": None, "storage": Plan().storage, "pipeline": None, "accumulate": 1, "budget": {}}
+    return plan.merge(kept.model_copy(update=outer)).model_copy(update={"recompute": recompute})
 
 
 def only(text: str, axes: Collection[str]) -> str:

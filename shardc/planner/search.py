@@ -193,7 +193,7 @@ HOPE = 0.97  # of the seconds that follow
 def candidates(subject: Subject, limits: Limits) -> Iterator[Candidate]:
     """Every candidate that the ranks, the batch and the model's layers allow."""
     layers = sum(run.count for run in subject.runs)
-    mixed = subject.kept.precision is not None
+    reduce = None if subject.kept.precision is None else subject.kept.precision.reduce
     for pp, dp, ep, cp, tp in _meshes(subject, limits, layers):
         if limits.batch % (dp * ep):
             continue
@@ -207,7 +207,7 @@ def candidates(subject: Subject, limits: Limits) -> Iterator[Candidate]:
                         for sequence in (True, False) if tp > 1 and subject.placements.streams else (False,):
                             candidate = Candidate(
                                 *(pp, dp, ep, cp, tp, sequence, rows, m, schedule, virtual, zero, recompute),
-                                "fp32" if mixed else None,
+                                reduce,
                                 dp * ep * cp > 1,
                             )
                             if all(limits.allows(name, getattr(candidate, name)) for name in limits.pinned):
