@@ -1,4 +1,4 @@
-"""Choices that others published, priced as candidates: ours is never slower by more than 5 %, and says what they lose."""
+"""Choices that others published, as candidates: ours is slower by no more than 5 %, and says what they lose."""
 
 import pytest
 
