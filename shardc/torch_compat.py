@@ -8,6 +8,7 @@ is the one such file: what depends on torch's insides is found here and nowhere 
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import operator
@@ -16,7 +17,7 @@ import pickle
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -1093,3 +1094,16 @@ def _frames_outside() -> list[tuple[str, int]]:
             frames.append((path, frame.f_lineno))
         frame = frame.f_back
     return frames
+
+
+def with_children(
+    module: torch.nn.Module, others: Mapping[str, torch.nn.Module], gone: Collection[str] = ()
+) -> torch.nn.Module:
+    """A copy of a module that shares all it holds, but for other children and those that are gone.
+
+    `copy.copy` shares the dict of children, and public methods put a child among its container's, or replace it there.
+    """
+    changed = copy.copy(module)
+    children = module._modules.items()
+    changed._modules = {name: others.get(name, child) for name, child in children if name not in gone}
+    return changed

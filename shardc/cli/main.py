@@ -303,6 +303,34 @@ def lock(
     locking.lock(asked, output, hardware=hardware, check=check, tolerance=tolerance or [], as_json=as_json)
 
 
+@app.command("plan", epilog=EPILOG)
+@guarded
+def plan_command(
+    target: TargetText,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many ranks.")],
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="What a rank may hold.")] = "80GiB",
+    hardware: Annotated[
+        str, typer.Option(metavar="NAME", help="A file of configs/hardware, or a path.")
+    ] = "h200-nvlink",
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows of a step; without, the sample's.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a row, of an hf: target.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A plan that is kept: its mesh's axes, annotations and options.")
+    ] = None,
+    precision: Annotated[str, typer.Option(metavar="bf16|fp16|none", help="What to compute in.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help=f"Of the step: {', '.join(OPTIMIZERS)}.")] = "adamw",
+    top: Annotated[int, typer.Option(min=1, help="How many plans.")] = 5,
+    confirm: Annotated[int, typer.Option(min=0, help="How many of them are compiled in small, and ranked anew.")] = 1,
+    folder: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where plan.1.yaml ... go.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest plans for a number of ranks, and say why each other one loses."""
+    from shardc.cli import plan
+
+    options = (gpus, memory, hardware, batch, seq, keep, precision, optimizer, top, confirm, folder)
+    plan.plan(plan.Wanted(target, *options), as_json=as_json)
+
+
 @app.command(epilog=EPILOG)
 @guarded
 def timeline(

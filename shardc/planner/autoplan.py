@@ -12,21 +12,22 @@ from torch import Tensor, nn
 
 from shardc.compiler.binding import check_module, read_plan
 from shardc.compiler.request import Request, compiled, rows_of
+from shardc.ir.collectives import human_bytes
 from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.hardware import Hardware
 from shardc.partition.prediction import predict
 from shardc.partition.staged_program import one_stage
-from shardc.plan.hardware import find_hardware
+from shardc.plan.hardware import hardware as find_hardware
 from shardc.plan.schema import Plan, read_bytes
 from shardc.planner.candidate import Candidate
 from shardc.planner.inner import Inner
 from shardc.planner.layer_costs import LayerCosts
 from shardc.planner.ranking import RankedPlan, Ranking
-from shardc.planner.reasons import GIB, reason
+from shardc.planner.reasons import does_not_fit, reason
 from shardc.planner.reduced_model import KEPT, reduced
-from shardc.planner.search import Limits, Outcome, Priced, search
+from shardc.planner.search import Limits, Outcome, Priced, kind_of, search
 from shardc.planner.small_program import Subject, elements_a_row, resized
 from shardc.planner.step_costs import estimate
 
@@ -44,7 +45,7 @@ def autoplan(
     *,
     gpus: int,
     memory: int | str = "80GiB",
-    hardware: str | Path | Hardware = "h200",
+    hardware: str | Path | Hardware = "h200-nvlink",
     rows: int | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
     optimizer: Callable[[nn.Module], Any] | None = None,
@@ -55,7 +56,7 @@ def autoplan(
 ) -> Ranking:
     """The best plans of a training step, the fastest that fits first.
 
-        ranking = shardc.autoplan(model, batch, gpus=8, memory="80GiB", hardware="h200")
+        ranking = shardc.autoplan(model, batch, gpus=8, memory="80GiB", hardware="h200-nvlink")
         print(ranking)                      # a table: time, memory, and why each other one loses
         program = shardc.compile(model, batch, plan=ranking.best.plan)
 
@@ -76,7 +77,8 @@ def autoplan(
     hardware, and what `compile` raises for a model that it cannot trace.
     """
     check_module(model)
-    chosen, name = find_hardware(hardware)
+    chosen = find_hardware(hardware)
+    name = Path(hardware).stem if isinstance(hardware, str | Path) else ""
     kept = read_plan(keep) if keep is not None else Plan()
     if kept.precision is None and precision is not None and _is_float32(model):
         kept = kept.merge(Plan.of(precision=precision))
@@ -90,7 +92,7 @@ def autoplan(
     make = optimizer or _adamw
     subject = Subject(model, resized(batch, total), loss, chosen, kept, make, max(2, widest))
     limits = Limits(gpus, limit, total, elements_a_row(batch), pinned(kept, gpus))
-    outcome = search(subject, limits)
+    outcome = search(subject, limits, top)
     fitting = outcome.fitting(limit)
     if not fitting:
         raise _nothing_fits(outcome, limits, subject)
@@ -106,12 +108,13 @@ def _is_float32(model: nn.Module) -> bool:
 
 
 def _check(gpus: int, rows: int, top: int) -> None:
-    for what, count, hint in (
+    checks: tuple[tuple[str, object, str], ...] = (
         ("ranks", gpus, "pass gpus=8, say"),
         ("rows of a batch", rows, "pass a batch whose first dim is its rows"),
         ("plans", top, "pass top=5, say"),
-    ):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    )
+    for what, count, hint in checks:
+        if type(count) is not int or count < 1:
             raise error("SC251", f"{count!r} is no number of {what}", hint=hint)
 
 
@@ -150,13 +153,10 @@ def _nothing_fits(outcome: Outcome, limits: Limits, subject: Subject) -> ShardcE
         hint = "pass a batch that more of the ranks' divisors divide" + (f"; kept are {fixed}" if fixed else "")
         return ShardcError(Diagnostic("SC251", message, hint=hint))
     least = min(every, key=lambda p: p.estimate.memory.total)
-    held = least.estimate.memory.total / GIB
-    ranks = limits.gpus * 2
-    while ranks < limits.gpus * 1024 and held * limits.gpus / ranks > limits.memory / GIB:
-        ranks *= 2
-    message = f"no plan fits {limits.memory / GIB:g} GiB on {limits.gpus} ranks: the smallest needs {held:.1f} GiB"
-    cause = f"{least.candidate}"
-    hint = f"ranks of {held:.0f} GiB, about {ranks} ranks, shorter sequences, or a smaller batch would make it fit"
+    held = human_bytes(least.estimate.memory.total)
+    message = f"no plan fits {human_bytes(limits.memory)} on {limits.gpus} ranks: the smallest needs {held}"
+    cause = f"that is {least.candidate}: {does_not_fit(least.estimate.memory, limits.memory)}"
+    hint = f"give each rank {held} or more, take more ranks, or a shorter sequence"
     return ShardcError(Diagnostic("SC250", message, cause=cause, hint=hint))
 
 
@@ -170,16 +170,17 @@ class _Ranker:
 
     def ranking(self, top: int, confirm: int) -> Ranking:
         best = self._distinct(top)
-        ranked = [self._ranked(p, "") for p in best]
+        confirmed = [self._confirmed(p) for p in best[:confirm]]
+        scale = next((seconds / p.seconds for p, (seconds, _, _) in zip(best, confirmed, strict=False)), 1.0)
+        rows = [(p, *(confirmed[i] if i < confirm else self._extrapolated(p, scale))) for i, p in enumerate(best)]
+        rows.sort(key=lambda row: (row[2] > self.limits.memory, row[1]))
+        leader = rows[0][0]
+        plans = [self._of(*row, self._reason(row[0], leader) if row[0] is not leader else "") for row in rows]
+        others = [
+            self._of(p, *self._extrapolated(p, scale), self._reason(p, leader)) for p in self._others(leader, best)
+        ]
         notes: list[str] = []
-        for number in range(min(confirm, len(ranked))):
-            ranked[number] = self._confirmed(best[number], ranked[number])
-        first = sorted(ranked[:confirm], key=lambda r: (not r.fits, r.step_ms)) + ranked[confirm:]
-        order = {id(r): p for r, p in zip(ranked, best, strict=True)}
-        leader = order[id(first[0])]
-        plans = [first[0]] + [dataclasses.replace(r, reason=self._reason(order[id(r)], leader)) for r in first[1:]]
-        others = [self._ranked(p, self._reason(p, leader)) for p in self._others(leader, best)]
-        considered = len(self.outcome.priced) + len(self.outcome.guessed)
+        considered = len(self.outcome.priced) + len(self.outcome.guessed) + self.outcome.far
         if refused := len({(i.tp, i.cp, i.ep) for i in self.outcome.refused}):
             notes.append(f"{refused} ways of placing layers cannot be compiled, and were left out")
         return Ranking(tuple(plans), tuple(others), considered, self.subject.compiles, tuple(notes))
@@ -188,8 +189,7 @@ class _Ranker:
         """The fastest, one for each mesh, level of storage and recomputation."""
         chosen: dict[object, Priced] = {}
         for p in self.fitting:
-            c = p.candidate
-            chosen.setdefault((c.mesh, c.zero, c.recompute), p)
+            chosen.setdefault(kind_of(p.candidate), p)
         return list(chosen.values())[:top]
 
     def _others(self, leader: Priced, shown: list[Priced]) -> list[Priced]:
@@ -207,13 +207,15 @@ class _Ranker:
     def _reason(self, loser: Priced, leader: Priced) -> str:
         return reason(loser, leader, self.limits.memory, self.subject.hardware)
 
-    def _ranked(self, p: Priced, why: str) -> RankedPlan:
+    def _extrapolated(self, p: Priced, scale: float) -> tuple[float, int, str]:
+        """Seconds, bytes, and what they are based on: by `scale`, the best plan's compiled step and its closed form
+        differ."""
         layers = sum(run.count * run.period for run in self.subject.runs)
         few = KEPT * sum(run.period for run in self.subject.runs)
         basis = f"extrapolated from a compiled microbatch of {few} of {layers} equal layers"
         if not self.subject.runs:
             basis = "extrapolated from a compiled microbatch of the whole model"
-        return self._of(p, p.seconds, round(p.estimate.memory.total), basis, why)
+        return p.seconds * scale, round(p.estimate.memory.total), basis
 
     def _of(self, p: Priced, seconds: float, peak: int, basis: str, why: str) -> RankedPlan:
         c = p.candidate
@@ -237,7 +239,7 @@ class _Ranker:
         plan = c.plan(self.subject.placements, self.subject.kept)
         return plan.model_copy(update={"hardware": self.subject.kept.hardware})
 
-    def _confirmed(self, p: Priced, ranked: RankedPlan) -> RankedPlan:
+    def _confirmed(self, p: Priced) -> tuple[float, int, str]:
         """The plan compiled for a model of one layer a stage, or for the whole of a small one; and what its prediction
         says of the closed form."""
         subject, c = self.subject, p.candidate
@@ -245,13 +247,13 @@ class _Ranker:
         few = max(KEPT, -(-c.stages // max(1, len(subject.runs))))
         whole = layers <= MOST_LAYERS or not subject.runs
         if c.stages > MOST_STAGES:
-            basis = f"{ranked.basis}; not compiled in its {c.stages} stages"
-            return dataclasses.replace(ranked, basis=basis)
+            seconds, peak, basis = self._extrapolated(p, 1.0)
+            return seconds, peak, f"{basis}; not compiled in its {c.stages} stages"
         model = subject.model if whole else reduced(subject.model, subject.runs, few)
         request = Request(
             model,
             subject.rows(self.limits.batch),
-            plan=ranked.plan.model_copy(update={"accumulate": ranked.plan.accumulate}),
+            plan=self._plan(c),
             loss=subject.loss,
             optimizer=subject.optimizer(model),
             checked=False,
@@ -266,4 +268,4 @@ class _Ranker:
         seconds = p.seconds * prediction.step_ms / 1e3 / closed.seconds
         peak = round(p.estimate.memory.total + prediction.peak_bytes - closed.memory.total)
         said = "the whole model" if whole else f"{few} of {layers} equal layers, and extrapolated to all"
-        return self._of(p, seconds, peak, f"compiled and predicted as a step of {said}", ranked.reason)
+        return seconds, peak, f"compiled and predicted as a step of {said}"

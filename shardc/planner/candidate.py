@@ -63,7 +63,10 @@ class Candidate:
 
     def plan(self, placements: Placements, kept: Plan) -> Plan:
         """The plan as a user would write it, what is kept merged over it."""
-        used = [(name, getattr(self, name)) for name in ORDER if getattr(self, name) > 1]
+        kinds = (kept.params, kept.inputs, kept.activations, kept.outputs)
+        named = {axis for kind in kinds for a in kind.values() for axis in a.placement.axes}
+        named |= {*(kept.mesh.names if kept.mesh is not None else ()), *kept.storage.axes}
+        used = [(name, getattr(self, name)) for name in ORDER if getattr(self, name) > 1 or name in named]
         data: dict[str, Any] = {}
         if self.zero and self.storage_axes:
             data["storage"] = {"zero": self.zero, "axes": list(self.storage_axes)}
@@ -79,7 +82,8 @@ class Candidate:
             data["accumulate"] = self.microbatches
         rows = [name for name in ("dp", "ep") if getattr(self, name) > 1]
         inner = inner_plan(placements, self.inner, Plan(), rows)
-        plan = inner.merge(Plan.from_dict({"mesh": Mesh(used or [("dp", 1)]), **data})).merge(kept)
+        plan = inner.merge(Plan.from_dict({"mesh": Mesh(used or [("dp", 1)]), **data}))
+        plan = plan.merge(kept.model_copy(update={"mesh": None}))
         if self.reduce is not None and plan.precision is not None:
             precision = plan.precision.model_copy(update={"reduce": self.reduce})
             plan = plan.model_copy(update={"precision": precision})

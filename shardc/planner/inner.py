@@ -20,4 +20,4 @@ class Inner:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh((("ep", self.ep), ("cp", self.cp), ("tp", self.tp)))
+        return Mesh((("dp", 1), ("ep", self.ep), ("cp", self.cp), ("tp", self.tp)))

@@ -1,6 +1,6 @@
 """Placements of weights, the batch and activations that all ways of placing a layer share, found once in the graph.
 
-    placements.found[True]     {"params": {"h.*.q.weight": "tp, -", ...}, "activations": {"h.*": "dp.ep, cp.tp, -"}, ...}
+    placements.found[True]     {"params": {"h.*.q.weight": "tp, -", ...}, "activations": {"h.*": "dp.ep, cp.tp, -"}}
     placements.found[False]    the same, the residual stream whole over tp
     only("dp.ep, cp.tp, -", ("dp", "tp"))     "dp, tp, -"
 
@@ -22,6 +22,13 @@ from shardc.plan.schema import Plan
 from shardc.planner.candidates import candidate_plans
 from shardc.planner.inner import Inner
 
+SLOW = {
+    "bf16_flops_per_second": 1e9,
+    "fp32_flops_per_second": 1e9,
+    "fp64_flops_per_second": 1e9,
+    "memory_bytes_per_second": 1e9,
+    "collective_start_seconds": 1e-9,
+}
 KINDS = ("params", "inputs", "activations")
 Maps = Mapping[str, Mapping[str, str]]
 
@@ -42,9 +49,19 @@ class Placements:
             update={"storage": Plan().storage, "pipeline": None, "budget": {}, "mesh": None}
         )
         best: dict[bool, Maps] = {}
-        for candidate in candidate_plans(self.trace(2), mesh, self.hardware, pinned=pinned, top=5):
-            stream = any("tp" in axes_of(text) for text in candidate.plan.get("activations", {}).values())
-            best.setdefault(stream, {kind: dict(candidate.plan.get(kind, {})) for kind in KINDS})
+        best_without: Maps = {}
+        # Layers that are too small for tp on this hardware are placed as if computing took all the time: the search
+        # then says what they lose.
+        for hardware in (self.hardware, Hardware.of(SLOW)):
+            for candidate in candidate_plans(self.trace(2), mesh, hardware, pinned=pinned, top=5):
+                maps: dict[str, dict[str, str]] = {kind: dict(candidate.plan.get(kind, {})) for kind in KINDS}
+                if any("tp" in axes_of(text) for text in maps["params"].values()):
+                    best.setdefault(any("tp" in axes_of(text) for text in maps["activations"].values()), maps)
+                best_without = best_without or maps
+            if best:
+                break
+        if not best:
+            return {False: best_without}
         best.setdefault(False, {**best[True], "activations": {}} if True in best else {})
         return best
 
@@ -75,7 +92,8 @@ def inner_plan(placements: Placements, inner: Inner, kept: Plan, data: Collectio
     """The plan of a way of placing layers, with its recomputation, what is kept merged over it."""
     plan = placements.plan(inner, data)
     recompute = Plan.of(recompute=inner.recompute).recompute
-    return plan.model_copy(update={"recompute": recompute}).merge(kept)
+    outer = {"mesh": None, "storage": Plan().storage, "pipeline": None, "accumulate": 1, "budget": {}}
+    return plan.merge(kept.model_copy(update=outer)).model_copy(update={"recompute": recompute})
 
 
 def only(text: str, axes: Collection[str]) -> str:

@@ -55,6 +55,7 @@ class Part:
     own: float = 0.0
     largest: float = 0.0  # elements of its largest parameter
     boundary: float = 0.0
+    tensors: float = 0.0  # of parameters
 
     def plus(self, other: Part) -> Part:
         both = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Part)}
@@ -216,6 +217,7 @@ class _Reader:
             part = self.parts[self._unit(port.name) or (self.part_of[readers[0]] if readers else EXIT)]
             size = type_of(node).local_bytes(self.body.mesh) / type_of(node).dtype.itemsize
             part.weights += size
+            part.tensors += 1
             part.largest = max(part.largest, size)
             axes = {axis.partition(":")[0] for dim in type_of(node).dims for atom in dim for axis in atom.axes}
             if EXPERTS in axes:

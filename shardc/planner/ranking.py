@@ -99,7 +99,7 @@ class Ranking(Sequence[RankedPlan]):
     def rows(self) -> list[tuple[str, ...]]:
         """The table: a heading, and a row for each plan and each of the others."""
         heading = ("", "mesh", "zero", "recompute", "microbatches", "ms", "tokens/s", "MFU", "GiB", "why not")
-        rows = [heading]
+        rows: list[tuple[str, ...]] = [heading]
         for number, ranked in enumerate((*self.plans, *self.others), 1):
             c = ranked.candidate
             mesh = " ".join(f"{axis}{getattr(c, axis)}" for axis in ORDER if getattr(c, axis) > 1) or "one rank"

@@ -7,12 +7,12 @@ bubble 23 %: 16 microbatches in 8 stages
 
 from __future__ import annotations
 
+from shardc.ir.collectives import human_bytes
 from shardc.ir.hardware import Hardware
-from shardc.planner.candidate import ORDER, Candidate
+from shardc.planner.candidate import Candidate
 from shardc.planner.search import Priced
 from shardc.planner.step_costs import Estimate, Memory, group
 
-GIB = 2**30
 NEXT_BEST = "as fast as the best, within what a prediction tells"
 NEAR = 0.002
 
@@ -40,8 +40,10 @@ def does_not_fit(held: Memory, memory: float) -> str:
     }
     name = max(shares, key=lambda key: shares[key])
     flying = f" ({held.in_flight} microbatches in flight)" if name == "activations" and held.in_flight > 1 else ""
-    size = f"{held.total / GIB:.1f} GiB of {memory / GIB:.0f}"
-    return f"does not fit: {size}, of which {name} {shares[name] / GIB:.1f}{flying}"
+    return (
+        f"does not fit: {human_bytes(held.total)} of {human_bytes(memory)}, of which {name} "
+        f"{human_bytes(shares[name])}{flying}"
+    )
 
 
 def _causes(loser: Priced, best: Priced, hardware: Hardware) -> list[tuple[float, str]]:
@@ -100,9 +102,3 @@ def _smaller(c: Candidate, best: Candidate) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f} ms" if abs(seconds) >= 0.01 else f"{seconds * 1e3:.2f} ms"
-
-
-def differs(a: Candidate, b: Candidate) -> str:
-    """How a candidate differs from another."""
-    names = (*ORDER, "sequence", "zero", "recompute", "rows", "schedule", "virtual", "reduce")
-    return ", ".join(f"{name}={getattr(a, name)}" for name in names if getattr(a, name) != getattr(b, name))

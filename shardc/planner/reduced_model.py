@@ -12,11 +12,12 @@ stays as it is; elements keep their names.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from shardc.torch_compat import with_children
 
 KEPT = 2  # repetitions that stay
 LONGEST_PERIOD = 12
@@ -60,12 +61,10 @@ def reduced(model: nn.Module, runs: Sequence[Run], kept: int = KEPT) -> nn.Modul
 
 
 def _replaced(module: nn.Module, path: Sequence[str], gone: set[str]) -> nn.Module:
-    changed = copy.copy(module)
-    if path:
-        changed._modules = {**module._modules, path[0]: _replaced(module._modules[path[0]], path[1:], gone)}  # type: ignore[arg-type]
-    else:
-        changed._modules = {name: child for name, child in module._modules.items() if name not in gone}
-    return changed
+    if not path:
+        return with_children(module, {}, gone)
+    child = module.get_submodule(path[0])
+    return with_children(module, {path[0]: _replaced(child, path[1:], gone)})
 
 
 def _runs(module: nn.Module, path: str) -> Iterator[Run]:
@@ -120,7 +119,7 @@ def _described(element: nn.Module) -> Mapping[str, Hashable]:
             if isinstance(value, PLAIN):
                 about[f"{name}:{key}"] = value
             elif isinstance(value, float):
-                about[f"{name}:{key}"] = value == 0
+                about[f"{name}:{key}"] = value == 0.0
             elif isinstance(value, tuple) and all(isinstance(v, (*PLAIN, float)) for v in value):  # type: ignore[misc]
                 about[f"{name}:{key}"] = value
     for name, tensor in (*element.named_parameters(), *element.named_buffers()):

@@ -26,6 +26,7 @@ from shardc.planner.small_program import Subject
 from shardc.planner.step_costs import Estimate, estimate
 
 SLACK = 0.02
+FAR = 1.3
 MOST_ROWS = 1024
 LONGEST_TP = 64
 LEAST_PART = 128  # of a sequence, on one rank
@@ -67,13 +68,17 @@ class Outcome:
     guessed: list[Priced]
     refused: dict[Inner, ShardcError]
     compiles: int = 0
+    far: int = 0  # candidates that cannot come near the best, by their work and their bubble alone
 
     def fitting(self, memory: float) -> list[Priced]:
         return sorted((p for p in self.priced if p.estimate.memory.total <= memory), key=lambda p: p.seconds)
 
 
-def search(subject: Subject, limits: Limits) -> Outcome:
-    """Price all candidates. Raises ShardcError where the model compiles for no rank alone."""
+def search(subject: Subject, limits: Limits, top: int = 1) -> Outcome:
+    """Price all candidates, until so many kinds that fit have compiled layers.
+
+    Raises ShardcError where the model compiles for no rank alone.
+    """
     base = {rows: _compiled(subject, rows) for rows in (1, 4)}
     groups: dict[Inner, list[Candidate]] = defaultdict(list)
     for candidate in candidates(subject, limits):
@@ -81,23 +86,33 @@ def search(subject: Subject, limits: Limits) -> Outcome:
     outcome = Outcome([], [], {})
     priced: dict[Inner, list[Priced]] = {}
     guesses: list[tuple[float, int, Inner]] = []
+    best = math.inf
     for number, (inner, members) in enumerate(groups.items()):
         first = subject.costs(replace(inner, rows=1, recompute="none", sequence=_streams(subject, inner)))
         if isinstance(first, ShardcError):
             outcome.refused[inner] = first
             continue
-        priced[inner] = _priced(subject, members, derived(first, inner, base), guess=True)
-        heapq.heappush(guesses, (_best(priced[inner], limits.memory), number, inner))
-    best = math.inf
-    while guesses and guesses[0][0] <= best * (1 + SLACK) and guesses[0][0] < math.inf:
+        costs = derived(first, inner, base)
+        work = _work(costs.total())
+        near = [c for c in members if least_seconds(c, work) <= best * FAR]
+        outcome.far += len(members) - len(near)
+        priced[inner] = _priced(subject, near, costs, guess=True)
+        fastest = _best(priced[inner], limits.memory)
+        best = min(best, fastest)
+        heapq.heappush(guesses, (fastest, number, inner))
+    best, meshes = math.inf, set[object]()
+    while guesses and guesses[0][0] < math.inf:
+        if guesses[0][0] > best * (1 + SLACK) and len(meshes) >= top:
+            break
         _, _, inner = heapq.heappop(guesses)
         costs = subject.costs(inner)
         if isinstance(costs, ShardcError):
             outcome.refused[inner] = costs
             continue
-        compiled = _priced(subject, groups[inner], costs)
+        compiled = _priced(subject, [p.candidate for p in priced[inner]], costs)
         outcome.priced += compiled
         best = min(best, _best(compiled, limits.memory))
+        meshes |= {kind_of(p.candidate) for p in compiled if p.estimate.memory.total <= limits.memory}
     outcome.guessed = [p for _, _, inner in guesses for p in priced[inner]]
     outcome.compiles = subject.compiles
     return outcome
@@ -109,6 +124,20 @@ def _priced(subject: Subject, members: Sequence[Candidate], costs: LayerCosts, g
 
 def _best(priced: Sequence[Priced], memory: float) -> float:
     return min((p.seconds for p in priced if p.estimate.memory.total <= memory), default=math.inf)
+
+
+def kind_of(c: Candidate) -> object:
+    """What a ranking tells apart: the mesh, the level of storage, what is recomputed."""
+    return c.mesh, c.zero, c.recompute
+
+
+def least_seconds(c: Candidate, work: float) -> float:
+    """What a candidate's work and its pipeline's bubble take, given the seconds of a microbatch on one rank."""
+    return work * (c.microbatches + (c.pp - 1) / c.virtual) / c.pp
+
+
+def _work(part: Part) -> float:
+    return part.forward + part.backward
 
 
 def _streams(subject: Subject, inner: Inner) -> bool:
@@ -164,7 +193,7 @@ HOPE = 0.97  # of the seconds that follow
 def candidates(subject: Subject, limits: Limits) -> Iterator[Candidate]:
     """Every candidate that the ranks, the batch and the model's layers allow."""
     layers = sum(run.count for run in subject.runs)
-    mixed = subject.kept.precision is not None
+    reduce = None if subject.kept.precision is None else subject.kept.precision.reduce
     for pp, dp, ep, cp, tp in _meshes(subject, limits, layers):
         if limits.batch % (dp * ep):
             continue
@@ -178,7 +207,7 @@ def candidates(subject: Subject, limits: Limits) -> Iterator[Candidate]:
                         for sequence in (True, False) if tp > 1 and subject.placements.streams else (False,):
                             candidate = Candidate(
                                 *(pp, dp, ep, cp, tp, sequence, rows, m, schedule, virtual, zero, recompute),
-                                "fp32" if mixed else None,
+                                reduce,
                                 dp * ep * cp > 1,
                             )
                             if all(limits.allows(name, getattr(candidate, name)) for name in limits.pinned):

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from shardc.compiler.binding import bind_precision
 from shardc.compiler.request import Request, compiled, rows_of
 from shardc.cost.call_seconds import call_costs
-from shardc.cost.streams import run
 from shardc.frontend.trace import Traced, trace
 from shardc.ir.diagnostic import ShardcError
-from shardc.ir.graph import Graph, type_of
+from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.hardware import Hardware
 from shardc.plan.schema import Plan
 from shardc.planner.inner import Inner
@@ -130,16 +129,19 @@ class Subject:
         )
         body = compiled(request).graphs.body
         sizes: dict[str, int] = {"param": 0, "state": 0}
-        elements = 0
+        elements = tensors = 0
         for port, node in zip(body.inputs, body.placeholders, strict=True):
             if port.role in sizes:
                 sizes[port.role] += type_of(node).local_bytes(body.mesh)
-            elements += type_of(node).numel() if port.role == "param" and port.trainable else 0
-        spans = run(body, call_costs(body, self.hardware), self.hardware).spans
-        seconds = sum(span.end - span.start for span in spans if span.phase == "opt")
+            if port.role == "param" and port.trainable:
+                elements, tensors = elements + type_of(node).numel(), tensors + 1
+        costs = call_costs(body, self.hardware)
+        updating = [cost for call, cost in costs.items() if info(call).phase == "opt"]
+        seconds = sum(cost.total for cost in updating) / max(1, elements)
+        launched = self.hardware.kernel_launch_seconds * sum(c.launches for c in updating) / max(1, tensors)
         stored, precision = sizes["param"] / max(1, elements), bind_precision(self.kept)[0]
         computed = stored if precision is None else precision.compute.itemsize
-        return Numbers(stored, computed, stored, sizes["state"] / max(1, elements), seconds / max(1, elements))
+        return Numbers(stored, computed, stored, sizes["state"] / max(1, elements), seconds, launched)
 
     def _traced(self, rows: int) -> Traced:
         if rows not in self.traces:

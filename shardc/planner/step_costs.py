@@ -230,7 +230,8 @@ def _once(c: Candidate, owned: Sequence[Stage], hardware: Hardware, numbers: Num
         weights += stage.part.weights - stage.part.own
         shared += stage.part.own
     held = weights / _copies(c, False) + shared / _copies(c, True) if c.zero else weights + shared
-    return data, held * numbers.update
+    tensors = sum(stage.part.tensors for stage in owned)
+    return data, max(held * numbers.update, tensors * numbers.launched)
 
 
 def _copies(c: Candidate, own: bool) -> int:

@@ -43,13 +43,13 @@ FLOORS: list[dict[str, str]] = [
             halo indexing linalg local matmul norm notation pick pointwise pool projection random reduction registry
             scan section shift view window
         """,
-        "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
         "shardc.schedule": """
             __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
             schedules.breadth_first schedules.dualpipe_v schedules.gpipe schedules.greedy schedules.interleaved
             schedules.judge schedules.one_f_one_b schedules.registry schedules.spell schedules.within schedules.zb_h1
             schedules.zb_v timeline wait_graph
         """,
+        "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
     },
     {
         "kernels_triton.library": """
@@ -89,32 +89,32 @@ FLOORS: list[dict[str, str]] = [
         "shardc.passes": """
             __init__ accumulate attention_keys attention_rows base carried_states communication communication.bucket
             communication.causes communication.combine communication.overlap communication.report_gathers context
-            context.attention_times context.divide_attention context.merge_keys context.pack_parts exchanged_rows fusion
-            fusion.analysis
-            fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
-            fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
-            fusion.clustering.batch_norms fusion.clustering.cluster fusion.clustering.cluster_dag
-            fusion.clustering.clustering fusion.clustering.critical_collectives fusion.clustering.excluded
-            fusion.clustering.fusion_graph fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity
-            fusion.clustering.producer_inlining fusion.clustering.rematerialize fusion.clustering.repair fusion.emit
-            fusion.emit.emit fusion.emit.kernel_builder fusion.fuse fusion.lowering fusion.lowering.activations
-            fusion.lowering.common fusion.lowering.concat_slice fusion.lowering.functions fusion.lowering.group_norms
-            fusion.lowering.integers fusion.lowering.lower_op fusion.lowering.lowered_op fusion.lowering.lowering_cache
-            fusion.lowering.padding fusion.lowering.quotients fusion.lowering.reductions fusion.lowering.softmaxes
-            fusion.lowering.special fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types memory
-            memory.recompute memory.recompute_choice memory.recompute_liveness normalize normalize.decompositions
-            normalize.decompositions.batch_norm normalize.decompositions.canonical
-            normalize.decompositions.cross_entropy normalize.decompositions.embedding_bag
-            normalize.decompositions.indexing normalize.decompositions.losses normalize.decompositions.masked_scatter
-            normalize.decompositions.matmul normalize.decompositions.reductions normalize.decompositions.table
-            normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts normalize.imply_masks
-            normalize.limit_experts normalize.mask_positions normalize.normalize scan_parts sharding sharding.assign
-            sharding.atom_classes sharding.atomize sharding.casts sharding.chunked_rows sharding.dispatch
-            sharding.divide_scans sharding.expert_modules sharding.find_blocks sharding.find_sequences
-            sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize sharding.lower_reshards
-            sharding.propagate sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials
-            sharding.spread_taps sharding.store sharding.strided_taps shifted_rows softmax softmax.online_softmax
-            softmax.split_softmax softmax.statistics type_check verify
+            context.attention_times context.divide_attention context.merge_keys context.pack_parts exchanged_rows
+            fusion fusion.analysis fusion.analysis.access fusion.analysis.constant_values
+            fusion.analysis.iteration_space fusion.analysis.space_cache fusion.analysis.traffic
+            fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms fusion.clustering.cluster
+            fusion.clustering.cluster_dag fusion.clustering.clustering fusion.clustering.critical_collectives
+            fusion.clustering.excluded fusion.clustering.fusion_graph fusion.clustering.memory_budget
+            fusion.clustering.numeric_sensitivity fusion.clustering.producer_inlining fusion.clustering.rematerialize
+            fusion.clustering.repair fusion.emit fusion.emit.emit fusion.emit.kernel_builder fusion.fuse
+            fusion.lowering fusion.lowering.activations fusion.lowering.common fusion.lowering.concat_slice
+            fusion.lowering.functions fusion.lowering.group_norms fusion.lowering.integers fusion.lowering.lower_op
+            fusion.lowering.lowered_op fusion.lowering.lowering_cache fusion.lowering.padding fusion.lowering.quotients
+            fusion.lowering.reductions fusion.lowering.softmaxes fusion.lowering.special fusion.lowering.unfused
+            gemm_padding halo_rows infer_placement infer_types memory memory.recompute memory.recompute_choice
+            memory.recompute_liveness normalize normalize.decompositions normalize.decompositions.batch_norm
+            normalize.decompositions.canonical normalize.decompositions.cross_entropy
+            normalize.decompositions.embedding_bag normalize.decompositions.indexing normalize.decompositions.losses
+            normalize.decompositions.masked_scatter normalize.decompositions.matmul normalize.decompositions.reductions
+            normalize.decompositions.table normalize.decompositions.weight_norm normalize.dropped_rows
+            normalize.group_experts normalize.imply_masks normalize.limit_experts normalize.mask_positions
+            normalize.normalize scan_parts sharding sharding.assign sharding.atom_classes sharding.atomize
+            sharding.casts sharding.chunked_rows sharding.dispatch sharding.divide_scans sharding.expert_modules
+            sharding.find_blocks sharding.find_sequences sharding.group_sums sharding.insert_reshards
+            sharding.join_rows sharding.localize sharding.lower_reshards sharding.propagate sharding.reshard_steps
+            sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps sharding.store
+            sharding.strided_taps shifted_rows softmax softmax.online_softmax softmax.split_softmax softmax.statistics
+            type_check verify
         """,
     },
     {
@@ -150,10 +150,10 @@ FLOORS: list[dict[str, str]] = [
         "shardc.runtime.checkpoint": """
             __init__ checkpoint export folder held hugging_face lock manifest planners weights
         """,
+        "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
         "shardc.runtime.generate": """
             __init__ continuous generator programs prompts requests result row_cache sampling search settings steps
         """,
-        "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
     },
     {
         "shardc.runtime.train": """
@@ -192,8 +192,8 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.cli": """
             __init__ as_json calibrate commands console doctor generation host_memory ir_printer kernel_list
-            kernel_sources left_out local_launch locking main optimizers pipeline_summary prediction scaling summary
-            symbolic_cost targets
+            kernel_sources left_out local_launch locking main optimizers pipeline_summary plan prediction scaling
+            summary symbolic_cost targets
         """,
     },
     {

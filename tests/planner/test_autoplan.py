@@ -1,0 +1,188 @@
+"""The planner as a whole: its plans compile and verify, none of its own candidates is better, and it says why."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import shardc
+from shardc import Mesh, Plan, ShardcError
+from shardc.plan.hardware import hardware
+from shardc.planner.candidate import Candidate
+from shardc.planner.layer_costs import LayerCosts
+from shardc.planner.reasons import reason
+from shardc.planner.search import SLACK, Limits, Priced, candidates, search
+from shardc.planner.small_program import Subject
+from shardc.planner.step_costs import estimate
+
+MACHINE = hardware("h200-nvlink")
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def llama(hidden: int = 1024, layers: int = 8, device: str = "meta") -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=16 * hidden,
+        use_cache=False,
+    )
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def tokens(rows: int, length: int, device: str = "meta") -> dict[str, Tensor]:
+    ids = torch.ones(rows, length, dtype=torch.long, device=device)
+    return {"input_ids": ids, "labels": ids}
+
+
+class Mixer(nn.Module):
+    """An MLP-Mixer: no transformer, no tokens."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 32, 4, 4)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(
+                [nn.LayerNorm(32), nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(32, 64), nn.Linear(64, 32)]
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch(images).flatten(2).transpose(1, 2)
+        for norm, up, down, wide, narrow in self.blocks:
+            x = x + down(torch.relu(up(norm(x).transpose(1, 2)))).transpose(1, 2)
+            x = x + narrow(torch.relu(wide(norm(x))))
+        return self.head(x.mean(1)).square().mean()
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Subject(llama(), tokens(1, 1024), None, MACHINE, Plan.of(precision="bf16"), adamw)
+
+
+def priced(subject: Subject, candidate: Candidate) -> Priced | None:
+    """A candidate by its own compiled layers; None where it cannot be placed so."""
+    costs = subject.costs(candidate.inner)
+    if not isinstance(costs, LayerCosts):
+        return None
+    return Priced(candidate, estimate(candidate, costs, subject.hardware, subject.numbers))
+
+
+def test_nothing_of_a_small_space_is_better(subject: Subject) -> None:
+    for memory in (80e9, 3.2e9):
+        limits = Limits(2, memory, 4, 1024, {"cp": (1,)})
+        best = search(subject, limits).fitting(memory)[0]
+        every = [p for c in candidates(subject, limits) if (p := priced(subject, c)) is not None]
+        fitting = [p.seconds for p in every if p.estimate.memory.total <= memory]
+        assert len(fitting) < len(every) or memory == 80e9
+        assert min(fitting) >= best.seconds / (1 + SLACK)
+
+
+@pytest.mark.long
+def test_none_of_500_random_plans_is_better(subject: Subject) -> None:
+    for gpus, memory in ((16, 80e9), (16, 2e9)):
+        limits = Limits(gpus, memory, 64, 1024)
+        best = search(subject, limits).fitting(memory)[0]
+        drawn = random.Random(0).sample(list(candidates(subject, limits)), 500)
+        tried = [p for c in drawn if (p := priced(subject, c)) is not None and p.estimate.memory.total <= memory]
+        assert min(p.seconds for p in tried) >= best.seconds / (1 + SLACK)
+
+
+def test_memory_alone_asks_for_recomputation(subject: Subject) -> None:
+    limits = Limits(2, 80e9, 64, 1024, {"pp": (1,), "tp": (1,), "cp": (1,), "rows": (16,)})
+    best = search(subject, limits).fitting(80e9)[0]
+    assert best.candidate.recompute == "none"
+    tight = 0.9 * best.estimate.memory.total
+    for fitting in search(subject, dataclasses.replace(limits, memory=tight)).fitting(tight)[:1]:
+        assert fitting.candidate.recompute != "none" or fitting.candidate.zero != best.candidate.zero
+
+
+def test_tensor_parallelism_comes_with_sequence_parallelism_and_stays_in_a_node() -> None:
+    wide = Subject(llama(8192), tokens(1, 4096), None, MACHINE, Plan.of(precision="bf16"), adamw)
+    limits = Limits(16, 80e9, 16, 4096, {"tp": (8, 16), "cp": (1,), "rows": (1,), "recompute": ("none",)})
+    outcome = search(wide, limits, top=8)
+    best = outcome.fitting(80e9)[0]
+    assert best.candidate.tp == 8
+    assert best.candidate.sequence
+    across = priced(wide, Candidate(tp=16, sequence=True, microbatches=16, reduce="fp32"))
+    assert across is not None
+    assert across.seconds > best.seconds
+    assert reason(across, best, 80e9, MACHINE).startswith("tp=16 spans nodes")
+
+
+def test_what_loses_says_why(subject: Subject) -> None:
+    one = Candidate(dp=2, rows=2, zero=1, reduce="fp32")
+    best = priced(subject, one)
+    slow = priced(subject, dataclasses.replace(one, recompute="full"))
+    piped = priced(subject, Candidate(pp=2, rows=2, microbatches=2, schedule="1f1b", reduce="fp32"))
+    assert best is not None
+    assert slow is not None
+    assert piped is not None
+    assert reason(slow, best, 80e9, MACHINE).startswith("recomputes for ")
+    assert reason(piped, best, 80e9, MACHINE).startswith("bubble 2")
+    assert reason(best, best, 80e9, MACHINE).startswith("as fast as the best")
+    words = reason(slow, best, 1e9, MACHINE)
+    assert words.startswith("does not fit: ")
+    assert "of 953.7 MiB, of which the optimizer's state" in words
+
+
+@pytest.mark.parametrize(
+    "keep", [{}, {"mesh": "pp=2, tp=2"}, {"mesh": "dp=2, tp=2", "storage": {"zero": 3, "axes": ["dp"]}}]
+)
+def test_plans_compile_and_verify(keep: dict[str, object]) -> None:
+    model, batch = llama(32, 4, "cpu"), tokens(8, 16, "cpu")
+    ranking = shardc.autoplan(model, batch, gpus=4, keep=keep, precision=None, top=2, confirm=1)
+    plan = Plan.parse(ranking.best.yaml())
+    program = shardc.compile(model, batch, plan=plan, optimizer=torch.optim.AdamW(model.parameters()))
+    assert program.mesh.world_size == 4
+    if "mesh" in keep:
+        assert dict(program.mesh.axes) == dict(Mesh.parse(str(keep["mesh"])).axes)
+    if "storage" in keep:
+        assert plan.storage.zero == 3
+    assert program.verify().ok
+    assert ranking.best.fits
+    assert ranking[0] is ranking.best
+    assert "compiled" in ranking.best.basis
+
+
+def test_a_model_that_is_no_transformer(tmp_path: Path) -> None:
+    model, images = Mixer(), torch.randn(8, 3, 16, 16)
+    ranking = shardc.autoplan(model, images, gpus=4, precision=None)
+    assert ranking.save(tmp_path)[0].name == "plan.1.yaml"
+    program = shardc.compile(model, images, plan=tmp_path / "plan.1.yaml", optimizer=adamw(model))
+    assert program.mesh.world_size == 4
+    assert program.verify().ok
+
+
+def refused(**options: object) -> ShardcError:
+    arguments: dict[str, object] = {"gpus": 4, "precision": None, **options}
+    with pytest.raises(ShardcError) as caught:
+        shardc.autoplan(Mixer(2), torch.randn(8, 3, 16, 16), **arguments)  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_errors_say_what_would_help() -> None:
+    assert refused(gpus=0).code == "SC251"
+    assert refused(top=0).code == "SC251"
+    assert refused(hardware="h201").code == "SC208"
+    assert refused(keep={"mesh": "dp=3"}).code == "SC251"
+    assert refused(keep={"mesh": "data=4"}).code == "SC251"
+    small = refused(memory="10KiB")
+    assert small.code == "SC250"
+    assert "KiB" in str(small)
+    assert "the smallest needs" in str(small)
+    seven = refused(rows=7, keep={"mesh": "dp=4"})
+    assert seven.code == "SC251"
+    assert "7 rows" in str(seven)

@@ -1,0 +1,100 @@
+"""The closed form of a step against the schedules' own clock, and what of it grows with what."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from shardc.ir.hardware import Hardware
+from shardc.planner.candidate import Candidate
+from shardc.planner.layer_costs import LayerCosts, Part
+from shardc.planner.numbers import Numbers
+from shardc.planner.step_costs import estimate, in_flight, split
+from shardc.schedule import schedules
+from shardc.schedule.clock import work_spans
+from shardc.schedule.costs import Costs, StageCost
+from shardc.schedule.pipeline import chain_pipeline
+
+HARDWARE = Hardware()
+NUMBERS = Numbers()
+LAYER = Part(forward=1.0, backward=2.0, kept=100.0, weights=10.0, largest=5.0, tensors=2)
+
+
+def layers(count: int, entry: Part | None = None, exit: Part | None = None, layer: Part = LAYER) -> LayerCosts:
+    return LayerCosts(entry or Part(), exit or Part(), ((layer, count),))
+
+
+def clock(schedule: str, stages: int, virtual: int, microbatches: int, forward: float, backward: float) -> float:
+    """The makespan of a schedule whose stages all take as long."""
+    costs = Costs((StageCost(forward, backward / 2, backward / 2),) * stages)
+    orders = schedules.order(schedule, stages, virtual, microbatches, costs)
+    pipeline = chain_pipeline(stages)
+    return max(span.end for spans in work_spans(orders, pipeline, costs) for span in spans)
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), list(itertools.product((2, 4, 8), (1, 4, 16))))
+def test_1f1b_takes_as_long_as_its_clock_says(pp: int, microbatches: int) -> None:
+    candidate = Candidate(pp=pp, microbatches=microbatches, schedule="1f1b")
+    costs = layers(pp * 2)
+    assert estimate(candidate, costs, HARDWARE, NUMBERS).seconds == pytest.approx(
+        clock("1f1b", pp, 1, microbatches, 2.0, 4.0), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(("pp", "virtual", "rounds"), list(itertools.product((2, 4), (2, 4), (1, 4))))
+def test_interleaved_takes_as_long_as_its_clock_says(pp: int, virtual: int, rounds: int) -> None:
+    candidate = Candidate(pp=pp, microbatches=pp * rounds, schedule="interleaved", virtual=virtual)
+    costs = layers(pp * virtual)
+    assert estimate(candidate, costs, HARDWARE, NUMBERS).seconds == pytest.approx(
+        clock("interleaved", pp * virtual, virtual, pp * rounds, 1.0, 2.0), rel=1e-3
+    )
+
+
+def test_stages_are_balanced_with_embedding_and_head() -> None:
+    head = Part(forward=2.0, backward=4.0)
+    stages = split(layers(10, exit=head), 4)
+    assert [s.layers for s in stages] == [3, 3, 3, 1]
+    assert sum(s.part.forward for s in stages) == 12.0
+    assert all(s.layers for s in split(layers(4, exit=Part(forward=50.0)), 4))
+
+
+def test_every_layer_is_in_some_stage_whatever_their_costs() -> None:
+    for count, stages, extra in itertools.product((5, 9, 16), (2, 3, 5), (0.0, 3.0, 40.0)):
+        found = split(layers(count, entry=Part(forward=extra), exit=Part(backward=extra / 2)), stages)
+        assert sum(s.layers for s in found) == count
+        assert len(found) == stages
+        assert all(s.layers > 0 for s in found)
+
+
+def test_a_microbatch_in_flight_holds_its_activations() -> None:
+    deep = Candidate(pp=4, microbatches=16, schedule="1f1b")
+    assert [in_flight(deep, r) for r in range(4)] == [4, 3, 2, 1]
+    held = estimate(deep, layers(8), HARDWARE, NUMBERS).memory
+    assert (held.activations, held.in_flight) == (4 * 2 * 100.0, 4)
+    assert estimate(dataclasses.replace(deep, microbatches=2), layers(8), HARDWARE, NUMBERS).memory.activations == 400.0
+
+
+def test_zero_divides_what_it_says() -> None:
+    mixed = Numbers(stored=4, computed=2, gradient=4, state=8)
+    held = {z: estimate(Candidate(dp=4, microbatches=2, zero=z), layers(8), HARDWARE, mixed).memory for z in (0, 1, 3)}
+    weights = 80.0
+    assert (held[0].weights, held[0].state) == (6 * weights, 8 * weights)
+    assert (held[1].weights, held[1].state) == (4 * weights / 4 + 2 * weights, 8 * weights / 4)
+    assert held[3].weights == 4 * weights / 4 + 2 * 2 * 10.0  # two layers gathered
+    assert {memory.gradients for memory in held.values()} == {4 * weights}  # of two microbatches, whole
+
+
+def test_experts_are_summed_over_fewer_ranks() -> None:
+    part = dataclasses.replace(LAYER, weights=1e9, own=1e9)
+    own = estimate(Candidate(ep=8, zero=1), layers(4, layer=part), HARDWARE, NUMBERS)
+    common = estimate(Candidate(ep=8, zero=1), layers(4, layer=dataclasses.replace(part, own=0.0)), HARDWARE, NUMBERS)
+    assert own.data < common.data == estimate(Candidate(dp=8, zero=1), layers(4, layer=part), HARDWARE, NUMBERS).data
+    assert own.memory.state == 8 * common.memory.state
+
+
+def test_transfers_slow_a_pipeline_down() -> None:
+    wide = dataclasses.replace(LAYER, boundary=5e10)
+    for schedule, virtual in (("1f1b", 1), ("interleaved", 2)):
+        candidate = Candidate(pp=4, microbatches=8, schedule=schedule, virtual=virtual)
+        near, far = (estimate(candidate, layers(8, layer=layer), HARDWARE, NUMBERS) for layer in (LAYER, wide))
+        assert far.seconds > near.seconds
