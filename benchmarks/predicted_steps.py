@@ -132,10 +132,14 @@ def predictions(only: str = "") -> Iterator[tuple[Run, Prediction]]:
     for row in rows():
         if not why_left_out(row) and (only in row["peer"] or only in row["config"]):
             run = mirrored(row)
-            program = compiled(run)
-            if program.pipelined is not None:
-                program = replace(program, pipelined=program.pipelined.transformed(with_narrow_sums))
-            yield run, program.predict(HARDWARE)
+            yield run, prediction_of(run)
+
+
+def prediction_of(run: Run) -> Prediction:
+    program = compiled(run)
+    if program.pipelined is not None:
+        program = replace(program, pipelined=program.pipelined.transformed(with_narrow_sums))
+    return program.predict(HARDWARE)
 
 
 def with_narrow_sums(graph: Graph) -> Graph:

@@ -107,7 +107,8 @@ class _Streams:
         self.timed = Timed()
         self.free: dict[str, float] = {COMPUTE: 0.0}
         self.under_way: dict[str, tuple[float, float]] = {}  # by stream, its last collective
-        self.arrives: dict[fx.Node, tuple[float, float, float]] = {}  # end, seconds, and `busy` where it began
+        # End, seconds, `busy` where it began, and how long it waited for the host.
+        self.arrives: dict[fx.Node, tuple[float, float, float, float]] = {}
         self.busy = 0.0  # of compute so far
         contention = hardware.tables.contention
         self.factors = dict.fromkeys(KINDS, contention.memory) | {
@@ -190,20 +191,23 @@ class _Streams:
         timed, about = self.timed, info(node)
         timed.host += cost.issuing
         timed.launches += 1
-        start = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0), timed.host)
+        ready = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0))
+        start = max(ready, timed.host)
         end = start + cost.seconds
         timed.kinds["collective"] = timed.kinds.get("collective", 0.0) + cost.seconds
         timed.spans.append(Span(about.name, "collective", cost.stream, start, end, about.phase, microbatch))
         self.free[cost.stream] = end
         self.under_way[cost.stream] = start, end
-        self.arrives[node] = end, cost.seconds, self.busy
+        self.arrives[node] = end, cost.seconds, self.busy, start - ready
 
     def _wait(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
-        free, (end, seconds, busy) = self.free[COMPUTE], self.arrives.pop(node)
+        free, (end, seconds, busy, late) = self.free[COMPUTE], self.arrives.pop(node)
         # Beside kernels it was slower; what came after it in its stream is taken to have had time.
         end += (self.factors["collective"] - 1) * min(seconds, self.busy - busy)
         if end > free:
-            self.timed.exposed.append(Exposed(node, end - free))
+            host = min(late, max(0.0, end - free - seconds))
+            self.timed.idle += host
+            self.timed.exposed.append(Exposed(node, end - free - host))
             self.timed.by_call[node] = self.timed.by_call.get(node, 0.0) + end - free
             self.free[COMPUTE] = end
         if cost.after:

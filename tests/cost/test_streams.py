@@ -116,6 +116,16 @@ def test_kernels_shorter_than_their_launches_wait_for_the_host() -> None:
     assert (found.launches, found.host) == (10, pytest.approx(100 * PRODUCT))
 
 
+def test_what_a_collective_waits_for_the_host_is_the_hosts() -> None:
+    """A product, a copy of its result and the all-reduce are launched one after another, each as long as it takes."""
+    drawn = Drawn()
+    drawn.reduce()
+    found, _ = timed(drawn.graph(), dataclasses.replace(FLAT, kernel_launch_seconds=REDUCED))
+    assert found.seconds == pytest.approx(4 * REDUCED, rel=1e-2)
+    assert sum(seconds for _, seconds in found.exposed) == pytest.approx(REDUCED, rel=1e-2)
+    assert found.idle == pytest.approx(3 * REDUCED - PRODUCT, rel=1e-2)
+
+
 def test_work_beside_a_collective_takes_longer() -> None:
     """By the tables' factor, for as long as both are under way."""
     drawn = Drawn()

@@ -49,7 +49,6 @@ FLOORS: list[dict[str, str]] = [
             schedules.judge schedules.one_f_one_b schedules.registry schedules.spell schedules.within schedules.zb_h1
             schedules.zb_v timeline wait_graph
         """,
-        "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
     },
     {
         "kernels_triton.library": """
@@ -84,6 +83,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.plan": """
             __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema symbols values
         """,
+        "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
     },
     {
         "shardc.passes": """
