@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import shardc
 from shardc import Plan, ShardcError
-from shardc.ir.hardware import DEFAULT, RANGES, Hardware
+from shardc.ir.hardware import DEFAULT, RANGES, TABLES, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.buckets import PACK
 from shardc.plan import hardware as files
@@ -32,6 +32,13 @@ def test_the_default_is_its_file() -> None:
     path = ROOT / "configs/hardware/default.yaml"
     assert files.read_file(path) == DEFAULT
     assert all(f"\n{name}: " in path.read_text() for name in RANGES), "the file leaves a quantity out"
+
+
+def test_the_page_has_every_key() -> None:
+    page = (ROOT / "docs/reference/hardware.md").read_text()
+    assert [name for name in RANGES if f"`{name}`" not in page] == []
+    assert [name for name in TABLES if f"## {name}\n" not in page] == []
+    assert [name for name in files.names() if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 
 from shardc.ir.device_rates import ProductRate
 from shardc.ir.diagnostic import error
-from shardc.ir.hardware import Hardware
+from shardc.ir.hardware import DTYPES, Hardware
 from shardc.runtime.calibrate.device import rows as device_rows
 from shardc.runtime.calibrate.fit import quantities, tables
 from shardc.runtime.calibrate.peers import Peers
@@ -134,11 +134,14 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
     fitted = tables(rows, like if machine["units"] > 1 else None)
     told: dict[str, Any] = quantities(rows, fitted)
     told["network_bytes_per_second"] = told.get("link_bytes_per_second", Hardware().network_bytes_per_second)
+    if rates := [told[name] for name in DTYPES if name in told]:
+        told["peak_flops_per_second"] = max(rates)
     world: int = machine["world"]
     told["accelerators_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if machine["device"] == "cpu":
         told["unaligned_slowdown"] = 1
     sources = dict.fromkeys(told, "measured") | {
+        "peak_flops_per_second": "of MFU: the best rate that was measured",
         "network_bytes_per_second": "not measured: as inside the node",
         "accelerators_per_node": "the ranks of this host that were measured",
         "unaligned_slowdown": "a CPU's products have no rows to align",
