@@ -98,8 +98,9 @@ def test_guards(model: type[nn.Module], within: int, beyond: int, said: str, lin
     assert program.verify(batch(4, beyond)).ok
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["gpt2", "gpt2_sp", "llama", "llama_sp", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(f, marks=pytest.mark.long) for f in ("gpt2_sp", "llama", "llama_sp", "mixtral"))]
+)
 def test_eight_sizes_of_a_language_model(family: str) -> None:
     torch.manual_seed(0)
     build, plan = FAMILIES[family]
