@@ -82,8 +82,8 @@ class Bottlenecks:
 
     def _nothing(self) -> str:
         p = self.predicted
-        kind = max(p.kinds_ms, key=p.kinds_ms.__getitem__, default="product")
-        share = p.kinds_ms.get(kind, 0.0) / p.step_ms if p.step_ms else 0.0
+        ms, kind = max(((ms, kind) for kind, ms in p.kinds_ms.items()), default=(0.0, "product"))
+        share = ms / p.step_ms if p.step_ms else 0.0
         return f"no bottleneck: {share:.0%} of the step of {p.step_ms:.3f} ms is {kind}, by an MFU of {p.mfu:.1%}"
 
 

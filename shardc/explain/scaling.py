@@ -115,7 +115,7 @@ class Scaling:
 
     def __str__(self) -> str:
         used = [name for name in SHARES if any(abs(row.shares[name]) >= 5e-4 for row in self.rows)]
-        lines = [(self.axis, "ranks", "step ms", "speed-up", "of ideal", "lost ms", *used)]
+        lines: list[tuple[str, ...]] = [(self.axis, "ranks", "step ms", "speed-up", "of ideal", "lost ms", *used)]
         for row in self.rows:
             share = f"{row.ideal_ms / row.parts.step_ms:.1%}"
             numbers = [row.parts.step_ms, self.speed_up(row)]
