@@ -16,8 +16,6 @@ it, or causal attention reads it, it is a zigzag (`ir.blocks`).
 Atoms that ops pass on are one class; a move ties two classes. Of those that are shorter by less than half, each
 element lies where the sequence has it; others stay as they are, and are gathered where they are read. Longer than 400
 lines: moves, classes and the choice of a layout are steps of one walk.
-
-Longer than 400 lines: what a sequence is, and each rewriting of what is done along it, are found by the same classes.
 """
 
 from __future__ import annotations
