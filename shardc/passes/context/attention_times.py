@@ -96,10 +96,11 @@ class Times:
         of_ranks = self._tiles(ALL_KEYS, self.axes)
         seen = sum(pairs(tile, self.window) for tiles in of_ranks for tile in tiles) / len(of_ranks)
         flops = 2 * self._heads() * (self.q.shape[-1] + self.v.shape[-1]) * seen
-        told: dict[str, int] = {"sequence": self.k.shape[-2], "width": self.q.shape[-1]}
-        total = self.hardware.attention_seconds(round(flops), self.q.dtype, **told)
+        rate, sizes = self.hardware.attention_seconds, (self.k.shape[-2], self.q.shape[-1])
+        total = rate(round(flops), self.q.dtype, sequence=sizes[0], width=sizes[1])
         if self.backward:
-            total += self.hardware.attention_seconds(round(BACKWARD * flops), self.q.dtype, backward=True, **told)
+            more = round(BACKWARD * flops)
+            total += rate(more, self.q.dtype, backward=True, sequence=sizes[0], width=sizes[1])
         return total
 
     # ------------------------------------------------------------------ what is sent, and memory
