@@ -166,7 +166,7 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
-        "shardc.symbolic": "__init__ derive expression formulas instances layers measure samples show template",
+        "shardc.symbolic": "__init__ derive expression formulas instances layers measure samples template",
     },
     {
         "shardc.explain": "__init__ collective fusion halo plan_edits provenance ring transfer unfused what_if",
