@@ -279,12 +279,43 @@ class Formulas:
         return lambda **sizes: int(function(*(sympy.Integer(sizes[str(name)]) for name in names)))
 
     def __str__(self) -> str:
-        from shardc.symbolic.show import shown
-
-        return shown(self)
+        return _shown(self)
 
 
 def _symbol(name: str) -> Any:
     import sympy
 
     return sympy.Symbol(name, integer=True, positive=True)
+
+
+SHOWN = 6  # forms of the peak
+NAMES = {"fwd": "forward", "bwd": "backward", "opt": "optimizer"}
+
+
+def _shown(formulas: Formulas) -> str:
+    """All formulas, and where they hold."""
+    rows = [("phase", "axis", "count", "collective", "of bytes", "sent by a rank, each")]
+    rows += [_row(formulas, t) for t in formulas.transfers]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += ["", "FLOPs of a rank"]
+    lines += [f"  {NAMES[phase]}: {form}" for phase, form in formulas.flops.items()]
+    if formulas.memory:
+        lines += ["", "bytes of a rank at the peak, the most of"]
+        lines += [f"  {form}" for form in formulas.peaks[:SHOWN]]
+        more = len(formulas.memory) - SHOWN
+        lines += [f"  and {more} more, at other calls"] if more > 0 else []
+    lines += ["", "where", *(f"  {line}" for line in str(formulas.domain).splitlines())]
+    return "\n".join([*lines, *(f"note: {note}" for note in formulas.notes)])
+
+
+def _row(formulas: Formulas, t: Transfer) -> tuple[str, ...]:
+    count = str(formulas.count(t))
+    kind = f"{t.kind} ({t.op})" if t.op else t.kind
+    return t.phase, ".".join(t.axes), count, kind, str(t.payload), _compact(formulas.sent(t))
+
+
+def _compact(form: Any) -> str:
+    import sympy
+
+    return str(form if form.has(sympy.ceiling) else sympy.factor(form))

@@ -77,13 +77,13 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.match": "__init__ algebra launcher match op pattern run source table variants",
     },
     {
+        "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
         "shardc.plan": """
             __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema symbols values
         """,
-        "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
     },
     {
         "shardc.passes": """
@@ -143,6 +143,7 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
+        "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
         "shardc.runtime.oracle": """
             __init__ compare eager_witness lifted report rounding simulate simulate_stages verification verify
             whole_batch
@@ -150,7 +151,6 @@ FLOORS: list[dict[str, str]] = [
         "shardc.runtime.checkpoint": """
             __init__ checkpoint export folder held hugging_face lock manifest planners weights
         """,
-        "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
         "shardc.runtime.generate": """
             __init__ continuous generator programs prompts requests result row_cache sampling search settings steps
         """,
@@ -170,12 +170,12 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
-        "shardc.symbolic": "__init__ derive expression formulas instances layers measure samples show template",
         "shardc.planner": """
             __init__ annotations autoplan axis_roles call_costs candidate candidates compiled_cost inner
             inner_placement layer_costs layers min_sum numbers placement_program ranking reasons reduced_model search
             small_program step_costs strategies
         """,
+        "shardc.symbolic": "__init__ derive expression formulas instances layers measure samples template",
     },
     {
         "shardc.explain": """
