@@ -1,8 +1,8 @@
 """The command line: every command with its options, exit codes and help. `commands.py` is what they do.
 
 What was asked for goes to stdout; diagnostics, progress and, where stdout carries a program, the summary go to stderr.
-All options stand here, which makes the file long. Nothing here imports torch, so that `--help`, `--version` and a mistyped option answer at once: a command imports
-what it runs when it runs.
+All options stand in this one file, which is why it is long. Nothing here imports torch, so that `--help`, `--version`
+and a mistyped option answer at once: a command imports what it runs when it runs.
 """
 
 from __future__ import annotations
