@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_this_machine_is_measured(world: int, tmp_path: Path) -> None:
     output, kept = tmp_path / "mine.yaml", tmp_path / "rows.jsonl"
     options = ["--device", "cpu", "--world", str(world), "--seconds", "3", "--rows", str(kept), "-o", str(output)]
