@@ -76,6 +76,7 @@ class PlacementProgram:
     readers: dict[fx.Node, list[tuple[fx.Node, int]]] = field(default_factory=dict[fx.Node, list[tuple[fx.Node, int]]])
 
     def __post_init__(self) -> None:
+        self.offered = self._offered_to_all(self.offered)
         matrices = {v for v in self.costs.weights if type_of(v).ndim > 1} if self.whole_products else set[fx.Node]()
         for node in self.graph.calls():
             if info(node).phase != "fwd" or info(node).constant:
@@ -95,6 +96,19 @@ class PlacementProgram:
                 first = self.equal.of(value)
                 self.limits[first] = self.limits.get(first, allowed) & allowed
         self.shared |= self.limits.keys()
+
+    def _offered_to_all(self, offered: Offered) -> Offered:
+        """What is offered to every value of a class, as one choice is made for all: the weight of the first layer may
+        meet an input where those of the others meet what a layer returns."""
+        classes: dict[fx.Node, list[fx.Node]] = {}
+        for value in self.equal.representative:
+            classes.setdefault(self.equal.of(value), []).append(value)
+
+        def to_all(value: fx.Node, atom: int) -> bool:
+            first = self.equal.of(value)
+            return all(offered(v, atom) for v in (first, *classes.get(first, ())))
+
+        return to_all
 
     # ------------------------------------------------------------------ choices
     def states_of(self, value: fx.Node) -> list[State]:

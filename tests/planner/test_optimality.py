@@ -111,6 +111,27 @@ def test_every_candidate_compiles_as_the_user_would_and_verifies(layer: type[nn.
         assert program.verify().ok, candidate.plan
 
 
+class Stack(nn.Module):
+    """Equal layers, of which the first reads the input and the others what a layer returns."""
+
+    def __init__(self, width: int, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_equal_layers_are_placed_alike_where_the_first_reads_the_input() -> None:
+    """No state is offered to one of their weights alone: one choice is made for all."""
+    model, x = Stack(64), torch.randn(8, 64)
+    candidates = candidate_plans(trace(model, (x,), None), Mesh(tp=4), Hardware(), top=9)
+    assert candidates
+    for candidate in candidates:
+        assert all("*" in name for name in candidate.plan.get("params", {})), candidate.plan
+        assert shardc.compile(model, (x,), mesh="tp=4", plan=Plan.from_dict(candidate.plan)).verify().ok
+
+
 def test_the_estimate_is_near_what_compiles() -> None:
     """Of the plans that come out, without which the program would look in the wrong place."""
     for layer in SPACES:
