@@ -173,7 +173,7 @@ def _derived(samples: Samples, seen: Sequence[_Seen], axes: Mapping[str, tuple[i
         Transfer(phase, names, kind, op, payload.times(1), times * n, times * each)
         for ((phase, names, kind, op, times), payload), (n, each) in moved.items()
     ]
-    phases = dict.fromkeys(p.phase for p in frame.products)
+    phases: dict[Phase, None] = dict.fromkeys(p.phase for p in frame.products)
     work = [_work(phase, products, fitter.constant(0)) for phase in phases]
     return Formulas(tuple(transfers), tuple(work), memory, stored, domain, memory_layers, tuple(notes))
 

@@ -170,7 +170,7 @@ class Formulas:
             key = (t.phase, t.axes, t.kind)
             bytes_once = sent(t.kind, whole(t.payload, values), group)
             moved[key] = moved.get(key, 0) + (t.fixed + t.each * count) * bytes_once
-        flops = {w.phase: whole(w.fixed + w.each.times(count), values) for w in self.work}
+        flops: dict[Phase, int] = {w.phase: whole(w.fixed + w.each.times(count), values) for w in self.work}
         known = self.memory_layers in (0, count)
         held = [c for c in self.memory if known and count >= c.fewest]
         peak = max((whole(c.fixed + c.each.times(count), values) for c in held), default=None)

@@ -16,12 +16,14 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
+from typing import TypeVar
 
 from shardc.ir.layers import list_and_index
 from shardc.symbolic.expression import Expression
 from shardc.symbolic.measure import Frame
 
 FEWEST = 5
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,15 @@ class Layers:
         name, index = list_and_index(layer)
         return index if name == self.name and self.count else -1
 
-    def counted(self, keys: Iterable[tuple[str, Hashable]]) -> dict[Hashable, tuple[int, int]] | None:
+    def counted(self, keys: Iterable[tuple[str, Key]]) -> dict[Key, tuple[int, int]] | None:
         """How often each key comes, as `fixed + each * L`, of keys with their layers; None if layers differ."""
-        of: dict[int, Counter[Hashable]] = {}
+        of: dict[int, Counter[Key]] = {}
         for layer, key in keys:
             of.setdefault(self.index(layer), Counter())[key] += 1
-        total: Counter[Hashable] = sum(of.values(), Counter[Hashable]())
+        total = sum(of.values(), Counter[Key]())
         if not self.count:
             return {key: (count, 0) for key, count in total.items()}
-        inner = [of.get(i, Counter[Hashable]()) for i in range(1, self.count - 1)]
+        inner = [of.get(i, Counter[Key]()) for i in range(1, self.count - 1)]
         if any(other != inner[0] for other in inner):
             return None
         return {key: (count - self.count * inner[0][key], inner[0][key]) for key, count in total.items()}

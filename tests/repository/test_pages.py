@@ -23,6 +23,9 @@ EXECUTED = [page for page in PAGES if page.path.name not in OWN_TESTS]
 # What the synopsis of the command line leaves to the reader.
 STANDS_FOR = {
     "shardc timeline TARGET --plan FILE": "shardc timeline examples/mlp.py:mlp --plan tests/cli/mlp_pp.yaml",
+    "shardc calibrate": "shardc calibrate --device cpu --seconds 1",
+    "--from FILE": "--from benchmarks/measurements/h200.jsonl",
+    "FILE --symbolic": "symbols.yaml --symbolic",
     "TARGET": "examples/mlp.py:mlp",
     "FILE": "configs/plans/mlp.yaml",
     "PASS ...": "propagate",
@@ -40,10 +43,15 @@ def _runs(page: Page) -> bool:
     return any(block.language in ("python", "console") and not block.is_excerpt for block in page.blocks)
 
 
-def _run(page: Page, folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _enter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are those of a reader in the repository, and what they write stays in the folder."""
     monkeypatch.chdir(folder)
-    for name in ("examples", "configs", "docs", "tests"):
-        (folder / name).symlink_to(ROOT / name)  # commands are those of a reader in the repository
+    for name in ("examples", "configs", "docs", "tests", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def _run(page: Page, folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    _enter(folder, monkeypatch)
     page.run(folder, request)
 
 
@@ -97,10 +105,13 @@ def synopsis() -> list[str]:
     section = re.search(r"^# Command line\n\n((?:    .*\n)+)", page("docs/reference/commands.md").text, re.M)
     assert section
     commands: list[str] = []
+    continued = ""
     for line in section[1].splitlines():
         said = re.split(r"\s{3,}", line.strip())[0]
-        if not said.startswith("shardc"):
-            said = f"shardc compile TARGET --plan FILE {said}"
+        if said.startswith("shardc"):
+            continued = re.sub(r"\s*\[.*?\]", "", said)
+        else:
+            said = f"{continued} {said}"
         said = re.sub(r"\s*\[(-o FILE|--nproc N|--weights FOLDER)\]", "", said)
         ways = [said.replace(one, "") for one in re.findall(r"\[.*?\]", said)]
         commands += [re.sub(r"[\[\]]", "", way) for way in {said, *ways}]
@@ -108,10 +119,13 @@ def synopsis() -> list[str]:
 
 
 @pytest.mark.parametrize("command", synopsis())
-def test_the_synopsis_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_the_synopsis_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _enter(tmp_path, monkeypatch)
+    (tmp_path / "symbols.yaml").write_text(Path("configs/plans/mlp.yaml").read_text() + "symbols: {B: x.0}\n")
     for word, meant in (STANDS_FOR | (GENERATES if command.startswith("shardc generate") else {})).items():
         command = re.sub(rf"{re.escape(word)}(?!\w)", meant, command)
+    if command.startswith("shardc lock") and "--check" in command:
+        shardc_cli(command.removeprefix("shardc ").partition("--check")[0])  # what it compares with
     forms = re.search(r"\w+(?:\|\w+)+", command)
     for form in forms[0].split("|") if forms else [""]:
         out, _ = shardc_cli(command.replace(forms[0], form).removeprefix("shardc ") if forms else command[7:])
