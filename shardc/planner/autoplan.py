@@ -148,6 +148,16 @@ def _nothing_fits(outcome: Outcome, limits: Limits, subject: Subject) -> ShardcE
     if not every:
         if outcome.refused:
             return next(iter(outcome.refused.values()))
+        for axis, (size, *_) in limits.pinned.items():
+            if axis in ("ep", "cp", "tp") and type(size) is int and size > 1 and not subject.placements.has(axis):
+                message = (
+                    f"nothing of the model is placed over the kept {axis}={size}: over it, ranks would do the same"
+                )
+                return error("SC251", message, hint=f"leave {axis} to the planner, or keep {axis}=1")
+        layers = sum(run.count for run in subject.runs)
+        if type(stages := limits.pinned.get("pp", (1,))[0]) is int and stages > max(1, layers):
+            message = f"the kept pp={stages} has more stages than the model has equal layers, {layers}"
+            return error("SC251", message, hint=f"keep pp={max(1, layers)} or less")
         message = f"{limits.gpus} ranks cannot divide a step of {limits.batch} rows"
         fixed = ", ".join(f"{name}={'|'.join(map(str, values))}" for name, values in limits.pinned.items())
         hint = "pass a batch that more of the ranks' divisors divide" + (f"; kept are {fixed}" if fixed else "")

@@ -78,12 +78,13 @@ class PlacementProgram:
     def __post_init__(self) -> None:
         self.offered = self._offered_to_all(self.offered)
         matrices = {v for v in self.costs.weights if type_of(v).ndim > 1} if self.whole_products else set[fx.Node]()
-        for node in self.graph.calls():
+        graph = self.graph
+        for node in graph.calls():
             if info(node).phase != "fwd" or info(node).constant:
                 continue
             first = self.equal.of(node)
-            known = self.strategies.get(first)
-            self.strategies[node] = known or strategies_of(self.graph, node, self.axis, self.offered, matrices)
+            known = self.strategies.get(first) or strategies_of(graph, node, self.axis, self.offered, matrices)
+            self.strategies[first] = self.strategies[node] = known
             for k, value in enumerate(operands(node)):
                 if not info(value).constant:
                     self.readers.setdefault(value, []).append((node, k))

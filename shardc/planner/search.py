@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardc.ir.diagnostic import ShardcError
+from shardc.ir.diagnostic import ShardcError, error
 from shardc.planner.candidate import ONE_STAGE, Candidate
 from shardc.planner.inner import Inner
 from shardc.planner.layer_costs import LayerCosts, Part
@@ -146,9 +146,14 @@ def _streams(subject: Subject, inner: Inner) -> bool:
 
 def _compiled(subject: Subject, rows: int) -> LayerCosts:
     costs = subject.costs(Inner(rows=rows))
-    if isinstance(costs, ShardcError):
-        raise costs
-    return costs
+    if not isinstance(costs, ShardcError):
+        return costs
+    if 2 in subject.traces and 1 not in subject.traces:
+        hint = "pass a batch that runs with a single row too: for a batch norm, images that are not down to one place"
+        raise error(
+            "SC251", "the model runs on two rows, but not on one, by which layers are priced", hint=hint
+        ) from costs
+    raise costs
 
 
 def derived(costs: LayerCosts, inner: Inner, base: Mapping[int, LayerCosts]) -> LayerCosts:

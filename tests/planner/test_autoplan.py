@@ -109,6 +109,7 @@ def test_memory_alone_asks_for_recomputation(subject: Subject) -> None:
         assert fitting.candidate.recompute != "none" or fitting.candidate.zero != best.candidate.zero
 
 
+@pytest.mark.long
 def test_tensor_parallelism_comes_with_sequence_parallelism_and_stays_in_a_node() -> None:
     wide = Subject(llama(8192), tokens(1, 4096), None, MACHINE, Plan.of(precision="bf16"), adamw)
     limits = Limits(16, 80e9, 16, 4096, {"tp": (8, 16), "cp": (1,), "rows": (1,), "recompute": ("none",)})
@@ -139,7 +140,12 @@ def test_what_loses_says_why(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize(
-    "keep", [{}, {"mesh": "pp=2, tp=2"}, {"mesh": "dp=2, tp=2", "storage": {"zero": 3, "axes": ["dp"]}}]
+    "keep",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"mesh": "pp=2, tp=2"},
+        pytest.param({"mesh": "dp=2, tp=2", "storage": {"zero": 3, "axes": ["dp"]}}, marks=pytest.mark.long),
+    ],
 )
 def test_plans_compile_and_verify(keep: dict[str, object]) -> None:
     model, batch = llama(32, 4, "cpu"), tokens(8, 16, "cpu")
@@ -157,6 +163,7 @@ def test_plans_compile_and_verify(keep: dict[str, object]) -> None:
     assert "compiled" in ranking.best.basis
 
 
+@pytest.mark.long
 def test_a_model_that_is_no_transformer(tmp_path: Path) -> None:
     model, images = Mixer(), torch.randn(8, 3, 16, 16)
     ranking = shardc.autoplan(model, images, gpus=4, precision=None)

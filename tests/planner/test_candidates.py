@@ -162,6 +162,7 @@ def test_bert_as_megatron_has_it() -> None:
     assert best["activations"] == {"bert.encoder.layer.*": "dp, tp, -"}
 
 
+@pytest.mark.long
 def test_t5_as_megatron_has_it() -> None:
     best = candidates_of(T5, "dp=2, tp=4")[0].plan
     columns = ["Attention.q", "Attention.k", "Attention.v", "wi", "shared"]
@@ -195,7 +196,7 @@ def test_a_mixer_divides_its_wide_layers_as_an_mlp() -> None:
     assert params["first.c2.weight"] == params["second.c2.weight"] == "-, tp"
 
 
-@pytest.mark.parametrize("target", ["resnet", "unet", "mixer"])
+@pytest.mark.parametrize("target", [pytest.param("resnet", marks=pytest.mark.long), "unet", "mixer"])
 def test_images_are_divided_where_there_is_a_choice(target: str) -> None:
     """Data parallelism is faster than any division of so small weights."""
     data, tensor = candidates_of(target, "dp=8")[0], candidates_of(target, "tp=8")[0]
@@ -203,7 +204,7 @@ def test_images_are_divided_where_there_is_a_choice(target: str) -> None:
     assert data.seconds < tensor.seconds
 
 
-@pytest.mark.parametrize("target", ["resnet", "unet"])
+@pytest.mark.parametrize("target", [pytest.param("resnet", marks=pytest.mark.long), "unet"])
 def test_channels_or_places_are_divided_where_tp_alone_is_offered(target: str) -> None:
     every = candidates_of(target, "tp=4")
     best = every[0].plan

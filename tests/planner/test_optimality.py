@@ -81,7 +81,7 @@ SPACES: Mapping[type[nn.Module], Iterable[Iterable[str]]] = {
 
 
 @pytest.mark.parametrize("layer", SPACES)
-@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.long), 8])
 def test_no_placement_compiles_to_less(layer: type[nn.Module], tp: int) -> None:
     mesh, traced = Mesh(tp=tp), traced_layer(layer)
     hardware = Hardware(fp32_flops_per_second=4e14)
