@@ -267,6 +267,11 @@ GOOD = '{"kind": "launch", "what": "gap", "us": 1}'
         ('{"kind": "launch", "what": "gap", "us": true}', "a number above 0, not True", "what, us"),
         ('{"kind": "launch", "what": 7, "us": 1}', "should be text, not 7", "what, us"),
         (
+            '{"kind": "machine", "device": "cuda", "world": 4, "units": 2.5}',
+            "'units' of a machine should be a whole",
+            "units",
+        ),
+        (
             '{"kind": "collective", "op": "all_reduce", "group": 2, "bytes": 1, "us": 1, "graph": 0}',
             "true or false",
             "op",
