@@ -59,3 +59,13 @@ def test_bad_input(args: list[str], says: str) -> None:
     ran = shardc_cli(*COST, *args)
     assert (ran.code, ran.out) == (2, "")
     assert says in ran.err
+
+
+def test_an_evaluation_is_predicted() -> None:
+    steps = [
+        json.loads(shardc_cli(*COST, "--hardware", "h200", "--json", *mode).out)["predicted"]
+        for mode in ([], ["--mode", "eval"])
+    ]
+    assert steps[1]["step_ms"] < steps[0]["step_ms"]
+    assert 3 * steps[1]["model_flops"] == pytest.approx(steps[0]["model_flops"], rel=0.2)
+    assert steps[1]["tokens"] == steps[0]["tokens"]

@@ -336,6 +336,12 @@ def test_the_command_fits_a_file(tmp_path: Path) -> None:
     assert hardware.tables.memory == H200.tables.memory
     assert not hardware.tables.products, "the file has no measurement of products alone"
     (tmp_path / "none.jsonl").write_text("{")
+    beside = CliRunner().invoke(
+        main.app, ["calibrate", "--from", str(MEASURED), "--world", "4", "--rows", "rows.jsonl"]
+    )
+    assert beside.exit_code == 2
+    assert "SC105" in beside.stderr
+    assert "--rows and --world" in beside.stderr
     wrong = CliRunner().invoke(main.app, ["calibrate", "--from", str(tmp_path / "none.jsonl")])
     assert wrong.exit_code == 2
     assert "none.jsonl:1" in wrong.output
