@@ -299,8 +299,13 @@ class Program(data.Program):
         SC411 for what is no lockfile, SC412 for one of another version, plan, mesh or batch, SC413 for a tolerance.
         """
         before = lock if isinstance(lock, Lock) else Lock.read(lock)
-        after = self.lock(before.predicted_on if hardware is None else hardware)
-        report = compare(before, after, tolerance, origin or ("" if isinstance(lock, Lock) else str(lock)))
+        origin = origin or ("" if isinstance(lock, Lock) else str(lock))
+        chosen = before.predicted_on if hardware is None else hardware
+        if hardware is None and chosen is not None and chosen not in machines.names():
+            message = f"the lockfile predicts a step on '{chosen}', which is no hardware that shardc brings"
+            hint = "give the file that it was written with: --hardware FILE, or check(..., hardware=)"
+            raise error("SC412", message, location=origin or None, hint=hint)
+        report = compare(before, self.lock(chosen), tolerance, origin)
         return with_fusion(report, lambda: why_unfused(self, self.staged))
 
     def flops(self) -> Flops:

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from shardc.cli import console
+from shardc.ir.diagnostic import error
 from shardc.runtime.calibrate.calibrate import Machine, calibrate, hardware_text
 from shardc.runtime.calibrate.rows import read_rows
 
@@ -23,6 +24,10 @@ def run(
 ) -> None:
     """Measure, or read `source`; print the file, or write it to `output`, and the measurements to `rows`."""
     if source is not None:
+        measuring = {"--rows": rows, "--device": device, "--world": world}
+        if beside := [option for option, value in measuring.items() if value is not None]:
+            message = f"{' and '.join(beside)} say how to measure, and --from measures nothing"
+            raise error("SC105", message, hint="leave them out, or leave --from out to measure")
         title = ["What is not here is as in default.yaml.", "", f"Written by: shardc calibrate --from {source}"]
         text = hardware_text(read_rows(source), title)
     else:

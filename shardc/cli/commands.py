@@ -27,6 +27,7 @@ from shardc.cli.pipeline_summary import communication_list, graphs, pipeline_sum
 from shardc.cli.prediction import predicted, prediction_data, show_prediction
 from shardc.cli.summary import rank_view, summary, uncounted
 from shardc.cli.targets import Target, load
+from shardc.cost.profile import Profile
 from shardc.explain.fusion import asked_of, fusions
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.dot import emit_dot
@@ -36,6 +37,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.python import emit_python
 from shardc.ir.text import print_graph
 from shardc.passes.base import Pass
+from shardc.plan import hardware as machines
 from shardc.runtime.oracle.report import Report
 
 MISMATCH = 1  # the exit code of a program that differs from the single device
@@ -75,6 +77,10 @@ class Timed:
         if self.hardware is None and (self.trace or self.profile):
             message = "--trace and --profile are of a predicted step"
             raise error("SC105", message, hint="add --hardware h200-nvlink, or the path of a YAML file")
+        if self.hardware is not None:
+            machines.hardware(self.hardware)  # what cannot be read is told before anything is compiled, or printed
+        if self.profile is not None:
+            Profile.load(self.profile)
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,7 @@ def cost(
     symbolic: Annotated[
         bool, typer.Option("--symbolic", help="Formulas of the plan's symbols, mesh axes and layers, not numbers.")
     ] = False,
+    mode: ModeText = "train",
     strict: Strict = False,
     optimizer: Optimizer = None,
     fold: Fold = None,
@@ -257,7 +258,7 @@ def cost(
     from shardc.cli import commands, symbolic_cost
     from shardc.cli import scaling as questions
 
-    asked = _asked(target, plan, mesh, strict, optimizer)
+    asked = _asked(target, plan, mesh, strict, optimizer, mode)
     others = {"--memory": memory or None, "--trace": trace, "--profile": profile, "--symbolic": symbolic or None}
     beside = tuple(option for option, value in others.items() if value is not None)
     question = questions.Question(hardware, scaling, bottlenecks, memory_limit, node_mtbf, restart_mesh, beside)

@@ -19,6 +19,7 @@ from typing import Any
 from shardc.cost.call_seconds import KINDS, Kind
 from shardc.cost.profile import CallTime, Profile, ProfileDiff
 from shardc.ir.collectives import human_bytes
+from shardc.ir.diagnostic import error
 from shardc.ir.files import write_text
 from shardc.ir.graph import Phase
 from shardc.schedule.costs import Costs
@@ -93,7 +94,19 @@ class Prediction:
         return 1 - share / self.rank_flops if self.rank_flops > share else 0.0
 
     def diff(self, profile: Profile) -> ProfileDiff:
-        """What each call took on a rank of this coordinate (`trainer.profile`), beside what is predicted."""
+        """What each call took on a rank of this coordinate (`trainer.profile`), beside what is predicted.
+
+        Raises ShardcError (SC402) for a profile with fewer than half of its calls in common: one of another program, or
+        of a rank of another coordinate.
+        """
+        known, measured = {time[:2] for time in self.calls}, {time[:2] for time in profile.calls}
+        if 2 * len(known & measured) < len(measured):
+            shared = f"{len(known & measured)} of its {len(measured)} calls are in the prediction"
+            raise error(
+                "SC402",
+                f"the profile of rank {profile.rank} is of other calls than the prediction: {shared}",
+                hint=f"profile the same program, on a rank of coordinate {self.coordinate} if it is a pipeline",
+            )
         return ProfileDiff.of(self.step_ms, self.calls, profile)
 
     def trace(self) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Scaling:
         last = self.rows[-1]
         most = sorted((name for name in used if last.shares[name] > 0), key=lambda name: -last.shares[name])
         text = [f"most is lost by {' and '.join(most[:2])}"] if last.lost_ms > 0 and most and len(self.rows) > 1 else []
-        return "\n".join([*aligned(lines), *text])
+        return "\n".join([*aligned(lines), *text, f"predicted on {self.hardware}"])
 
 
 def scaling(axis: str, hardware: str, steps: Sequence[tuple[int, StepParts]]) -> Scaling:

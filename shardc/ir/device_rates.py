@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Rate = Annotated[float, Field(ge=1e6, le=1e18)]
 Delay = Annotated[float, Field(ge=0, le=10)]
 Extent = Annotated[int, Field(ge=1, le=2**40)]
+Dtype = Literal["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
 Tile = tuple[Annotated[int, Field(ge=1, le=2**16)], Annotated[int, Field(ge=1, le=2**16)]]
 Sample = tuple[Extent, Extent, Extent, Extent, Annotated[float, Field(gt=0, le=1e6)]]
 MOST_SPLITS, LEAST_DEPTH = 16, 256  # parts that a depth is split into, and of each
@@ -43,7 +44,7 @@ class ProductRate(Table):
     `tiles` are rows and columns with the share of it that smaller ones reach. `start_seconds` pass once,
     `depth_start` is the start of a tile, in steps of its depth. `samples` are batch, rows, columns, depth, seconds."""
 
-    dtypes: tuple[str, ...]
+    dtypes: tuple[Dtype, ...]
     flops_per_second: Rate
     units: Extent = 1
     tiles: tuple[tuple[Tile, Annotated[float, Field(gt=0, le=1)]], ...] = Field(default=(((1, 1), 1.0),), min_length=1)
@@ -112,7 +113,7 @@ class AttentionRate(Table):
     which takes time by the keys.
     """
 
-    dtypes: tuple[str, ...]
+    dtypes: tuple[Dtype, ...]
     flops_per_second: Rate
     start_seconds: Delay = 0.0
     key_seconds: Delay = 0.0

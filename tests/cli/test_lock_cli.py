@@ -99,3 +99,14 @@ def test_other_arguments_are_refused(lockfile: str) -> None:
     assert "mesh: dp=2, tp=2, here dp=4, tp=2" in ran.err
     ran = shardc_cli(*CHECK, lockfile, "--tolerance", "memroy=1")
     assert "did you mean 'memory'?" in ran.err
+
+
+def test_hardware_of_a_file_is_given_anew(tmp_path: Path) -> None:
+    machine, lockfile = tmp_path / "mine.yaml", str(tmp_path / "shardc.lock")
+    machine.write_text("like: h200\nnetwork_bytes_per_second: 2.4e+10\n")
+    assert shardc_cli("lock", MODEL, *PLAN, "-o", lockfile, "--hardware", str(machine)).code == 0
+    ran = shardc_cli(*CHECK, lockfile)
+    assert ran.code == 2
+    assert "SC412" in ran.err
+    assert "predicts a step on 'mine'" in ran.err
+    assert shardc_cli(*CHECK, lockfile, "--hardware", str(machine)).code == 0

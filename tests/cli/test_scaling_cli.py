@@ -20,6 +20,7 @@ def test_scaling() -> None:
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
     assert lines[0].split()[:2] == ["tp", "ranks"]
+    assert lines[-1] == "predicted on h200"
     assert [line.split()[:2] for line in lines[1:4]] == [["1", "2"], ["2", "4"], ["4", "8"]]
     rows = json.loads(shardc_cli(*COST, "--scaling", "tp=1,2,4", "--json").out)["scaling"]["rows"]
     for row in rows:
@@ -51,9 +52,20 @@ def test_bottlenecks_and_failures_together() -> None:
         (["--bottlenecks", "--memory", "--trace", "x.json"], "--memory and --trace go with none of --scaling"),
         (["--node-mtbf", "0"], "SC208"),
         (["--bottlenecks", "--hardware", "h20"], "SC208"),
+        (["--hardware", "h200", "--profile", "none.json"], "SC402"),
     ],
 )
 def test_bad_input(args: list[str], says: str) -> None:
     ran = shardc_cli(*COST, *args)
-    assert ran.code == 2
+    assert (ran.code, ran.out) == (2, "")
     assert says in ran.err
+
+
+def test_an_evaluation_is_predicted() -> None:
+    steps = [
+        json.loads(shardc_cli(*COST, "--hardware", "h200", "--json", *mode).out)["predicted"]
+        for mode in ([], ["--mode", "eval"])
+    ]
+    assert steps[1]["step_ms"] < steps[0]["step_ms"]
+    assert 3 * steps[1]["model_flops"] == pytest.approx(steps[0]["model_flops"], rel=0.2)
+    assert steps[1]["tokens"] == steps[0]["tokens"]

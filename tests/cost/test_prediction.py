@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.cost.profile import CallTime, Profile
+from shardc.ir.diagnostic import ShardcError
 from shardc.ir.hardware import Hardware
 
 FLAT = Hardware(
@@ -146,3 +148,12 @@ def test_hardware_that_is_not_known_is_refused_by_name() -> None:
         program.predict("h20")
     with pytest.raises(shardc.ShardcError, match="SC208"):
         program.predict("missing.yaml")
+
+
+def test_a_profile_of_another_program_is_refused() -> None:
+    predicted = shardc.compile(Chain(), torch.randn(8, 256), mesh=shardc.Mesh(dp=1)).predict(FLAT)
+    ran = tuple(CallTime(call.within, call.call, call.times, 1.0) for call in predicted.calls)
+    assert predicted.diff(Profile("cpu", 0, 5.0, ran)).measured_ms == 5.0
+    others = tuple(CallTime("Forward 1", f"other.{n}", 1, 1.0) for n in range(len(ran) + 1))
+    with pytest.raises(ShardcError, match=f"SC402.* {len(ran)} of its {2 * len(ran) + 1} calls are in the prediction"):
+        predicted.diff(Profile("cpu", 3, 5.0, ran + others))

@@ -333,6 +333,7 @@ WRONG = [
     ("memory: {4: -1}", "memory", "greater than 0"),
     ("memory: fast", "memory", "valid tuple"),
     ("products:\n- {dtypes: [bfloat16], flops_per_second: 7}", "products.0.flops_per_second", "greater than"),
+    ("attention:\n- {dtypes: [bf16], flops_per_second: 1.0e+12}", "attention.0.dtypes.0", "should be 'bfloat16'"),
     ("products:\n- {dtypes: [bfloat16], flops_per_second: 1.0e+12, tile: 7}", "products.0.tile", "extra"),
     ("links:\n- name: node\n  series:\n  - {kind: all_reduce, group: 1, seconds: {1: 1}}", "group", "greater"),
     ("links:\n- name: node\n  series:\n  - {kind: gossip, group: 2, seconds: {1: 1}}", "kind", "'all_reduce'"),

@@ -267,6 +267,11 @@ GOOD = '{"kind": "launch", "what": "gap", "us": 1}'
         ('{"kind": "launch", "what": "gap", "us": true}', "a number above 0, not True", "what, us"),
         ('{"kind": "launch", "what": 7, "us": 1}', "should be text, not 7", "what, us"),
         (
+            '{"kind": "machine", "device": "cuda", "world": 4, "units": 2.5}',
+            "'units' of a machine should be a whole",
+            "units",
+        ),
+        (
             '{"kind": "collective", "op": "all_reduce", "group": 2, "bytes": 1, "us": 1, "graph": 0}',
             "true or false",
             "op",
@@ -331,6 +336,12 @@ def test_the_command_fits_a_file(tmp_path: Path) -> None:
     assert hardware.tables.memory == H200.tables.memory
     assert not hardware.tables.products, "the file has no measurement of products alone"
     (tmp_path / "none.jsonl").write_text("{")
+    beside = CliRunner().invoke(
+        main.app, ["calibrate", "--from", str(MEASURED), "--world", "4", "--rows", "rows.jsonl"]
+    )
+    assert beside.exit_code == 2
+    assert "SC105" in beside.stderr
+    assert "--rows and --world" in beside.stderr
     wrong = CliRunner().invoke(main.app, ["calibrate", "--from", str(tmp_path / "none.jsonl")])
     assert wrong.exit_code == 2
     assert "none.jsonl:1" in wrong.output

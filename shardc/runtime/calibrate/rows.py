@@ -28,6 +28,7 @@ NEEDED: Mapping[str, str] = {
     "contention": "what alone_us beside_us",
 }
 TEXTS, FLAGS = {"device", "op", "backend", "how", "dtype", "what"}, {"graph"}
+WHOLE = {"world", "units", "group", "batch", "rows", "columns", "depth"}
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -61,6 +62,8 @@ def _row(line: str, where: str) -> Row:
         else:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             fits, kind = is_number and 0 < value < 1e18, "a number above 0"
+            if key in WHOLE:
+                fits, kind = fits and isinstance(value, int), "a whole number above 0"
         if not fits:
             message = f"'{key}' of a {row['kind']} should be {kind}, not {value!r}"
             hint = f"a {row['kind']} has {', '.join(NEEDED[row['kind']].split())}"
