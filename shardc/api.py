@@ -356,7 +356,7 @@ class Program(data.Program):
         if self.request is None:
             hint = "compile the program anew: its model is compiled at other sizes"
             raise error("SC232", "a program from a file has no formulas", hint=hint)
-        return formulas_of(self.request, ranges)
+        return formulas_of(self.request, self.body, ranges)
 
     def parameter_bytes(self) -> data.ParameterBytes:
         """Memory for parameters: what one rank stores, padding included (with a pipeline, at most), and the model's."""

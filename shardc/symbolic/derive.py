@@ -9,7 +9,7 @@ from typing import Any
 
 from shardc.compiler.request import Request
 from shardc.ir.diagnostic import ShardcError, error
-from shardc.ir.graph import Phase
+from shardc.ir.graph import Graph, Phase
 from shardc.ir.plain import graph_to_plain
 from shardc.ir.types import Axes
 from shardc.symbolic.expression import Expression, Fitter, Point
@@ -23,9 +23,10 @@ Ranges = Mapping[str, tuple[int, int]]
 MESHES = 4  # beside the program's own
 
 
-def formulas_of(request: Request, ranges: Ranges | None = None) -> Formulas:
-    """Raises ShardcError: SC208 for symbols that the batch does not have, SC232 where an extent is fixed, with the
-    line that fixes it; and what `compile` raises at another size."""
+def formulas_of(request: Request, body: Graph, ranges: Ranges | None = None) -> Formulas:
+    """The formulas of a request, whose own sizes `body` was compiled for: they hold for these too if they give its
+    numbers. Raises ShardcError: SC208 for symbols that the batch does not have, SC232 where an extent is fixed, with
+    the line that fixes it; and what `compile` raises at another size."""
     samples = Samples.of(request)
     tried = samples.ranges(ranges)
     points = samples.points(samples.units, tried)
@@ -34,7 +35,14 @@ def formulas_of(request: Request, ranges: Ranges | None = None) -> Formulas:
     if any(other.frame != first.frame for other in seen):
         _refuse(samples, seen)
     axes, more = _on_other_meshes(samples, first.frame, seen, tried)
-    return _derived(samples, [*seen, *more], axes)
+    seen, own = [*seen, *more], _Seen(samples.base, *measured(body))
+    if own.frame == first.frame:
+        try:
+            if (formulas := _derived(samples, [*seen, own], axes)).memory:
+                return formulas
+        except ShardcError:
+            pass  # a size of its own equals one of the model's, and is taken for it somewhere
+    return _derived(samples, seen, axes)
 
 
 @dataclass(frozen=True)

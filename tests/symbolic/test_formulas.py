@@ -17,15 +17,15 @@ from shardc.symbolic.formulas import Formulas
 from tests.symbolic.families import FAMILIES, HIDDEN, compiled
 
 LAYERS = 5
+OWN = {"B": 4, "S": 6, "dp": 2, "tp": 2}  # what formulas are derived from: sizes that divide those of the models
 CASES = 34  # of each family: 204 in all
 B, S, dp, tp, L = sympy.symbols("B S dp tp L", integer=True, positive=True)
 A = B / dp * S * HIDDEN * 4  # one activation of the residual stream
-LONG = [pytest.param(name, marks=[] if name == "gpt2" else pytest.mark.long) for name in FAMILIES]
 
 
 @cache
 def formulas(family: str) -> Formulas:
-    return compiled(family, LAYERS).symbolic()
+    return compiled(family, LAYERS, **OWN).symbolic()
 
 
 def points(family: str, count: int) -> list[dict[str, int]]:
@@ -67,6 +67,14 @@ def check(family: str, count: int) -> None:
 
 def test_equal_to_compiles() -> None:
     check("gpt2", 2)
+
+
+def test_own_sizes_are_of_the_domain() -> None:
+    """Those too that divide sizes of the model, which the other compiles avoid."""
+    moved, flops, peak, stored = of_program(compiled("gpt2", LAYERS, **OWN))
+    costs = formulas("gpt2").at(OWN | {"L": LAYERS})
+    assert (dict(costs.bytes), dict(costs.flops), costs.peak, costs.stored) == (moved, flops, peak, stored)
+    assert {name: low for name, (low, _) in formulas("gpt2").domain.ranges.items()} == {"B": 4, "S": 5}
 
 
 @pytest.mark.long
@@ -137,7 +145,7 @@ def test_closed_forms_give_the_numbers() -> None:
 ])  # fmt: skip
 def test_outside_of_the_domain(wrong: dict[str, int], said: str) -> None:
     point = {"B": 8, "S": 16, "dp": 2, "tp": 2, "L": 4}
-    formulas("gpt2").at(point)
+    assert formulas("gpt2").at(point).total_bytes > 0
     with pytest.raises(ShardcError, match=said):
         formulas("gpt2").at(point | wrong)
     with pytest.raises(ShardcError, match="'S' is not given"):
