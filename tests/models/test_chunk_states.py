@@ -233,7 +233,7 @@ def test_chunks_in_zigzag_with_attention_send_no_rows() -> None:
     """Attention is balanced, and whole chunks lie as the sequence does."""
     torch.manual_seed(0)
     tokens = torch.randint(VOCABULARY, (4, 64))
-    plan = {"inputs": {"input_ids": "-, cp", "labels": "-, cp"}}
+    plan = {"inputs": {"input_ids": "-, cp", "labels": "-, cp"}, "context": {"attention": "all_gather"}}
     program = shardc.compile(bamba(), {"input_ids": tokens, "labels": tokens}, mesh="cp=2", plan=plan)
     assert "~cp" in print_graph(program.body)
     moved = [c.value for c in program.collectives() if c.kind == "permute"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardc
+from shardc.ir.ops.pick import PICK_ROWS
 from shardc.passes.type_check import type_faults
 from tests.models.test_sequence_scans import VOCAB, WIDTH, assert_equals_eager, compiled
 from tests.models.test_speech import SIZES, STILL
@@ -124,6 +125,60 @@ def test_rows_that_are_infinite_reach_no_other_window() -> None:
     model = Marked(audio).double()
     program = compiled(model, 11, "cp=2")
     assert_equals_eager(model, program)
+
+
+def last_rows(x: Tensor, w: Tensor) -> Tensor:
+    """What a strided convolution yields, and its last rows and its first, picked."""
+    y = F.conv1d(F.gelu(F.conv1d(x.mT, w, padding=1)), w, stride=2, padding=1).mT
+    return y + y[:, -1:] + y[:, -3:].pow(2).mean(1, keepdim=True) + y[:, 0][:, None].sin()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("mesh", "length", "balance"), [("cp=4", 33, "zigzag"), ("dp=2, cp=2", 51, "none")])
+def test_last_rows_of_a_strided_sequence_are_picked(mesh: str, length: int, balance: str) -> None:
+    """They are fewer rows than the chunks that the convolution reads, and lie as those do."""
+    torch.manual_seed(0)
+    model = Strided(last_rows).double()
+    program = compiled(model, length, mesh, context={"balance": balance})
+    assert_equals_eager(model, program)
+    assert not type_faults(program.body)
+    assert any(node.target is PICK_ROWS for node in program.body.calls())
+    assert {c.kind for c in program.collectives()} <= {"permute", "all_reduce"}
+
+
+class Frames(nn.Module):
+    """Frames of sound, half as many, are added to tokens, or read by cross-attention; both lie over the axis."""
+
+    def __init__(self, cross: bool) -> None:
+        super().__init__()
+        self.tokens, self.head, self.cross = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB), cross
+        self.taps = nn.Parameter(torch.randn(WIDTH, WIDTH, 3) / 3)
+
+    def forward(self, sound: Tensor, ids: Tensor) -> Tensor:
+        frames = F.conv1d(F.gelu(F.conv1d(sound.mT, self.taps, padding=1)), self.taps, stride=2, padding=1).mT
+        x = self.tokens(ids)
+        q = x[:, None] if self.cross else (x + frames)[:, None]
+        keys = frames[:, None] if self.cross else q
+        y = self.head(F.scaled_dot_product_attention(q, keys, keys.sin(), is_causal=not self.cross)[:, 0] + x)
+        return F.cross_entropy(y.flatten(0, 1), ids.flatten()) + frames[:, -1].pow(2).mean()
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("mesh", "length", "tokens", "cross", "balance"),
+    [("dp=2, cp=2", 17, 9, False, "auto"), ("cp=2", 50, 25, False, "none"), ("cp=2", 50, 9, True, "zigzag"),
+     ("cp=4", 33, 22, True, "auto")],
+)  # fmt: skip
+def test_frames_beside_tokens_in_a_ring(mesh: str, length: int, tokens: int, cross: bool, balance: str) -> None:
+    """Tokens that frames are added to lie as frames do, though they are an input of their own."""
+    torch.manual_seed(0)
+    model, rows = Frames(cross).double(), "dp, cp" if "dp" in mesh else "-, cp"
+    batch = {"sound": torch.randn(4, length, WIDTH).double(), "ids": torch.randint(0, VOCAB, (4, tokens))}
+    plan = {"inputs": {"sound": f"{rows}, -", "ids": rows}, "context": {"attention": "ring", "balance": balance}}
+    program = shardc.compile(model, batch, mesh=mesh, plan=plan)
+    assert_equals_eager(model, program)
+    assert not type_faults(program.body)
+    assert {c.kind for c in program.collectives()} <= {"permute", "all_reduce"}
 
 
 class Encoder(nn.Module):

@@ -94,14 +94,15 @@ class FindSequences(Pass):
         for axis in dict.fromkeys(s.axis for s, _ in known):
             of_axis = [(s, value) for s, value in known if s.axis == axis]
             roots = {classes.of(place): s for s, value in of_axis if (place := _only(value, s.dim)) is not None}
-            todo = [(roots, self.balance)] if roots else []
+            todo, done = [(roots, self.balance)], set[Place]()
             while todo:
-                roots, balance = todo.pop()
-                family = _Family(graph, classes, roots, balance)
-                laid = family.write()
-                chunks = family.of_chunks()
-                others = {root: s for root, s in roots.items() if root not in {*family.lengths, *chunks}}
-                todo += [(found, how) for found, how in ((others, balance), (chunks, laid)) if found]
+                found, balance = todo.pop()
+                roots = {root: s for root, s in found.items() if root not in done}  # chunks may be an input's rows too
+                if roots:
+                    family = _Family(graph, classes, roots, balance)
+                    laid = family.write()
+                    done |= {*family.lengths}
+                    todo += [(roots, balance), (family.of_chunks(), laid)]
         return graph
 
 
@@ -276,7 +277,8 @@ class _Family:
             if picked is None:
                 continue
             whole = node if node.target in GRADIENTS_OF_PICKS else given(node)["self"]
-            if self._is_along(whole, picked.dim) and 2 * picked.length < self.base:
+            end = _only(whole, picked.dim)
+            if end is not None and self.classes.of(end) in self.lengths and 2 * picked.length < self.base:
                 write_pick(self.graph, node, picked)
 
     def write(self) -> Balance:
