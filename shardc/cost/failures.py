@@ -79,7 +79,7 @@ class FailureCost:
         failed = _growth((self.interval_seconds + save) / self.mtbf_seconds)  # attempts for one that passes
         saving = good * save / self.interval_seconds
         restarting = good * failed * self.recovery.restart_seconds / self.interval_seconds if good else 0.0
-        return {"saves": saving, "restarts": restarting, "undone": 1 - good - saving - restarting}
+        return {"saves": saving, "restarts": restarting, "undone": max(0.0, 1 - good - saving - restarting)}
 
     def __str__(self) -> str:
         r, shares = self.recovery, self.shares

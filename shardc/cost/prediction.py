@@ -55,7 +55,8 @@ class Prediction:
     `mfu` divides the model's FLOPs (of one device, nothing recomputed) by what all ranks could compute at
     their peak. `bubble` is the share of the step in which ranks of a pipeline do no work. `idle_ms` is how long compute
     waits for the host to launch kernels, `gaps_ms` the time between kernels. `replicated` is the share of a rank's
-    FLOPs that are not the model's: work that several ranks do alike, padding, and what is recomputed.
+    FLOPs that are not the model's: work that several ranks do alike, padding, what is recomputed, and of a pipeline
+    what its longest stage has more than a mean one.
     """
 
     hardware: str

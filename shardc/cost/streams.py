@@ -107,6 +107,7 @@ class _Streams:
         self.timed = Timed()
         self.free: dict[str, float] = {COMPUTE: 0.0}
         self.under_way: dict[str, tuple[float, float]] = {}  # by stream, its last collective
+        self.begun: dict[str, list[tuple[fx.Node, float, float]]] = {}  # by stream, all so far: start and end
         # End, seconds, `busy` where it began, and how long it waited for the host.
         self.arrives: dict[fx.Node, tuple[float, float, float, float]] = {}
         self.busy = 0.0  # of compute so far
@@ -198,6 +199,7 @@ class _Streams:
         timed.spans.append(Span(about.name, "collective", cost.stream, start, end, about.phase, microbatch))
         self.free[cost.stream] = end
         self.under_way[cost.stream] = start, end
+        self.begun.setdefault(cost.stream, []).append((node, start, end))
         self.arrives[node] = end, cost.seconds, self.busy, start - ready
 
     def _wait(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
@@ -207,11 +209,26 @@ class _Streams:
         if end > free:
             host = min(late, max(0.0, end - free - seconds))
             self.timed.idle += host
-            self.timed.exposed.append(Exposed(node, end - free - host))
+            self._expose(node, cost.stream, free, end, end - free - host)
             self.timed.by_call[node] = self.timed.by_call.get(node, 0.0) + end - free
             self.free[COMPUTE] = end
         if cost.after:
             self._kernel(node, "copy", cost.after, 1, microbatch, ".after")
+
+    def _expose(self, node: fx.Node, stream: str, free: float, end: float, seconds: float) -> None:
+        """Compute stood still for so long, until `end`: for the collective that it waits for, and before that began for
+        those in front of it in its stream."""
+        listed, left = reversed(self.begun[stream]), seconds
+        begun = next(start for other, start, _ in listed if other is node)
+        own = min(left, end - max(begun, free))
+        left -= own
+        for other, start, ended in listed:
+            if left <= 0 or ended <= free:
+                break
+            spent = min(left, ended - max(start, free))
+            self.timed.exposed.append(Exposed(other, spent))
+            left -= spent
+        self.timed.exposed.append(Exposed(node, own + left))
 
     def ended(self) -> Timed:
         timed = self.timed

@@ -268,5 +268,6 @@ def _memory(c: Candidate, rank: int, owned: Sequence[Stage], hardware: Hardware,
     state = (shard if c.zero else part.weights) * n.state
     flying = in_flight(c, rank)
     kept = part.kept / c.virtual * flying
-    buckets = 2 * hardware.bucket_bytes if c.bucket and c.dp * c.cp * c.ep > 1 else 0
+    bucket = min(hardware.bucket_bytes, part.weights * max(n.gradient, n.computed))  # none is larger than all there is
+    buckets = 2 * bucket if c.bucket and c.dp * c.cp * c.ep > 1 else 0
     return Memory(stored, gradients, state, kept, part.transient + buckets, flying)

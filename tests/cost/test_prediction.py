@@ -157,3 +157,26 @@ def test_a_profile_of_another_program_is_refused() -> None:
     others = tuple(CallTime("Forward 1", f"other.{n}", 1, 1.0) for n in range(len(ran) + 1))
     with pytest.raises(ShardcError, match=f"SC402.* {len(ran)} of its {2 * len(ran) + 1} calls are in the prediction"):
         predicted.diff(Profile("cpu", 3, 5.0, ran + others))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(64, 32), nn.LayerNorm(32)
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(self.norm(x)).relu()
+        return (x @ self.embed.weight.T).square().mean()
+
+
+def test_no_collective_is_exposed_for_longer_than_it_takes() -> None:
+    """Compute that waits for one in a queue stands still for those in front of it, too: they are what is exposed."""
+    plan = {"inputs": {"ids": "dp, -"}, "storage": {"zero": 3, "axes": "dp"}}
+    predicted = shardc.compile(Tied(), torch.randint(0, 64, (8, 16)), mesh="dp=2", plan=plan).predict("cpu-gloo")
+    assert len(predicted.exposed_ms) == 4
+    for row in predicted.exposed_ms:
+        assert 0 < row.exposed_ms <= row.ms * (1 + 1e-9)
+    assert 0.9 * predicted.step_ms < predicted.exposed_total_ms < predicted.step_ms

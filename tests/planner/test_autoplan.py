@@ -180,6 +180,12 @@ def refused(**options: object) -> ShardcError:
     return caught.value
 
 
+def test_buckets_of_a_small_model_are_small() -> None:
+    model, images = Mixer(1), torch.randn(8, 3, 16, 16)
+    ranking = shardc.autoplan(model, images, gpus=2, keep={"mesh": "dp=2"}, precision=None, confirm=0)
+    assert ranking.best.peak_bytes < 2**20 < MACHINE.bucket_bytes
+
+
 def test_errors_say_what_would_help() -> None:
     assert refused(gpus=0).code == "SC251"
     assert refused(top=0).code == "SC251"
