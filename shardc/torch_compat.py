@@ -1043,7 +1043,8 @@ def read_index(path: Path) -> Metadata:
 class SizeRecorder:
     """A mode of fake tensors whose sizes are symbols, and the conditions on them that code asked for: `guards`.
 
-    Each guard comes with the frames outside of torch and shardc that led to it, innermost first.
+    Sizes that are no sums of products, such as `n // 2`, are conditions too: see `_pieces`. Each guard comes with the
+    frames outside of torch and shardc that led to it, innermost first.
     """
 
     def __init__(self) -> None:
@@ -1051,6 +1052,8 @@ class SizeRecorder:
 
         guards: list[tuple[Any, list[tuple[str, int]]]] = []
         self._own: dict[Any, Any] = {}  # torch's symbol -> one of the extent's name
+        self._hints: dict[Any, int] = {}
+        self._seen: set[Any] = set()
 
         class Recording(ShapeEnv):
             def _log_guard(self, prefix: str, g: Any, forcing_spec: bool) -> None:
@@ -1063,8 +1066,23 @@ class SizeRecorder:
     @contextmanager
     def active(self) -> Generator[None]:
         """Composite ops resolve through Python kernels, which keep sizes symbols, as while a model is traced."""
-        with self.mode, enable_python_dispatcher():
-            yield
+        from torch.fx.experimental.sym_node import SymNode
+
+        made = SymNode.__init__
+
+        def noted(node: Any, expr: Any, *args: Any, **kwargs: Any) -> None:
+            made(node, expr, *args, **kwargs)
+            for piece in _pieces(expr, self._hints):
+                if piece not in self._seen and _is_by_forward():
+                    self._seen.add(piece)
+                    self._guards.append((piece, _frames_outside()))
+
+        SymNode.__init__ = noted
+        try:
+            with self.mode, enable_python_dispatcher():
+                yield
+        finally:
+            SymNode.__init__ = made
 
     def symbol(self, name: str, size: int) -> Any:
         """A size that is a symbol, `size` wherever code asks."""
@@ -1076,11 +1094,52 @@ class SizeRecorder:
         symbol = self._environment.create_symbol(size, source, DimDynamic.DYNAMIC, None)
         if isinstance(symbol, sympy.Symbol):  # 0 and 1 are no symbols to torch
             self._own[symbol] = sympy.Symbol(name, integer=True, positive=True)
+            self._hints[symbol] = size
         return self._environment.create_symintnode(symbol, hint=size, source=source)
 
     @property
     def guards(self) -> list[tuple[Any, list[tuple[str, int]]]]:
         return [(expression.xreplace(self._own), frames) for expression, frames in self._guards]
+
+
+def _pieces(expression: Any, sizes: Mapping[Any, int]) -> list[Any]:
+    """The conditions under which a size is the same polynomial, or quotient of two, as for these sizes.
+
+    Of `n // k` and `n % k` it is the remainder that stays, of a largest or smallest the one that is it; with any other
+    function of pieces, rounding or bits, each size stands for itself.
+    """
+    import sympy
+    from torch.utils._sympy import functions as of
+
+    if not isinstance(expression, sympy.Expr):
+        return []  # a condition: a guard, if code asks for it
+    smooth = (of.PowByNatural, of.FloatPow, of.FloatTrueDiv, of.IntTrueDiv, of.ToFloat, of.Identity)
+    found: list[Any] = []
+    for function in expression.atoms(sympy.Function, of.Max, of.Min):
+        if isinstance(function, smooth) or not function.free_symbols:
+            continue
+        if isinstance(function, of.FloorDiv):
+            function = of.Mod(*function.args)
+        if isinstance(function, (of.Mod, of.PythonMod)):
+            found.append(sympy.Eq(function, function.subs(sizes)))
+        elif isinstance(function, (of.Max, of.Min)):
+            value = function.subs(sizes)
+            found.append(sympy.Eq(function, next(a for a in function.args if a.subs(sizes) == value)))
+        else:
+            found += [sympy.Eq(symbol, sizes[symbol]) for symbol in function.free_symbols if symbol in sizes]
+    return [piece for piece in found if piece != True]  # noqa: E712 (sympy's own truth)
+
+
+def _is_by_forward() -> bool:
+    """Is a size computed by code of the model or of torch.nn? What an op computes to lay out its result are types of
+    the program, or guards."""
+    root = os.path.dirname(torch.__file__) + os.sep
+    sizes = (root + "__init__.py", os.path.join(root, "fx", ""), os.path.join(root, "utils", "_sympy", ""))
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(sizes):
+        frame = frame.f_back
+    path = "" if frame is None else frame.f_code.co_filename
+    return not path.startswith(root) or path.startswith(os.path.join(root, "nn", ""))
 
 
 def _frames_outside() -> list[tuple[str, int]]:

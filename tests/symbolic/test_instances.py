@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc import Plan, Program
+from shardc import Plan, Program, ShardcError
 from shardc.ir.plain import graph_to_plain
 from tests.symbolic.families import FAMILIES, TOKENS
 
@@ -82,7 +85,7 @@ def same(one: Program, other: Program) -> bool:
     ("model", "within", "beyond", "said", "line"),
     [
         (Branch, 12, 10, "S > 10", "# a branch"),
-        (Loop, 8, 6, "Eq(S, 8)", "# a loop"),
+        pytest.param(Loop, 8, 6, "Eq(S, 8)", "# a loop", marks=pytest.mark.long),
         (Remainder, 9, 10, "Mod(S, 3)", "# a remainder"),
     ],
 )
@@ -98,10 +101,138 @@ def test_guards(model: type[nn.Module], within: int, beyond: int, said: str, lin
     assert program.verify(batch(4, beyond)).ok
 
 
+class Even(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixed(x).square().sum() / (x.shape[1] // 2 * 2)  # a quotient
+
+
+class Padded(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x, (0, 0, 0, x.shape[1] % 4))  # a pad
+        return self.mixed(x).square().mean()
+
+
+class Bits(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixed(x).square().mean() * (1 + (x.shape[1] & 3))  # bits
+
+
+class Rare(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixed(x).square().mean() * (1 + x.shape[1] // 300)  # a threshold
+
+
+class Rounded(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixed(x).square().mean() * (math.floor(x.shape[0] / 4) * 4)  # rounded
+
+
+class Larger(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixed(x).square().mean() * torch.sym_max(x.shape[1], 300)  # the larger
+
+
+class Half(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixed(x)[:, : x.shape[1] // 2].square().mean()  # a half
+
+
+class Table(Net):
+    """Positions by rows of a table, and a loss that a float divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(40, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        h = self.mixed(x + self.rows(torch.arange(length)))
+        return h.square().sum() / (x.shape[0] * length) + h.mean(1).square().sum()
+
+
+def check_as_eager(program: Program, own: nn.Module, x: dict[str, Tensor]) -> None:
+    own.zero_grad()
+    loss = own(**x)
+    loss.backward()
+    step = program.simulate(x)
+    close(step.loss, loss.detach())
+    for name, parameter in own.named_parameters():
+        if parameter.grad is not None:
+            close(step.grads[name], parameter.grad)
+
+
+def close(ours: Tensor, eager: Tensor) -> None:
+    torch.testing.assert_close(ours, eager, rtol=1e-12, atol=1e-12)
+
+
+OTHER = [(6, 10), (4, 9), (8, 8), (1, 6), (5, 7)]  # equal to each other and to the width; odd; uneven; one
+
+
 @pytest.mark.parametrize(
-    "family", ["gpt2", *(pytest.param(f, marks=pytest.mark.long) for f in ("gpt2_sp", "llama", "llama_sp", "mixtral"))]
+    ("model", "other", "guard"),
+    [
+        (Even, (4, 9), "Eq(Mod(S, 2), 0)"),
+        pytest.param(Padded, (4, 10), "Eq(Mod(S, 4), 0)", marks=pytest.mark.long),
+        (Bits, (4, 10), "Eq(S, 16)"),
+        (Rare, (2, 303), "Eq(Mod(S, 300), 16)"),
+        (Rounded, (6, 16), "Eq(B, 8)"),
+        pytest.param(Larger, (2, 303), "Eq(Max(300, S), 300)", marks=pytest.mark.long),
+        pytest.param(Half, (4, 9), "Eq(Mod(S, 2), 0)", marks=pytest.mark.long),
+    ],
 )
-def test_eight_sizes_of_a_language_model(family: str) -> None:
+def test_sizes_by_quotients_and_remainders(model: type[nn.Module], other: tuple[int, int], guard: str) -> None:
+    """All sampled sizes may leave the same remainder: the numbers alone do not tell that others differ."""
+    own = model().double()
+    program = shardc.compile(own, wide(8, 16), plan=PLAN)
+    assert guard in fixed(program.resized(wide(*other)))
+    check_as_eager(program, own, wide(*other))
+
+
+def wide(rows: int, length: int) -> dict[str, Tensor]:
+    return {"x": batch(rows, length)["x"].double()}
+
+
+@pytest.mark.parametrize("model", [Half, *(pytest.param(m, marks=pytest.mark.long) for m in (Net, Table))])
+@pytest.mark.parametrize("sample", [(8, 16), pytest.param((8, 8), marks=pytest.mark.long)])
+def test_loss_and_gradients_are_of_eager(model: type[nn.Module], sample: tuple[int, int]) -> None:
+    own = model().double()
+    program = shardc.compile(own, wide(*sample), plan=PLAN)
+    for size in OTHER:
+        check_as_eager(program, own, wide(*size))
+
+
+@pytest.mark.parametrize(("symbols", "said"), [
+    ({"B": "y.0"}, "the batch has no input 'y'"),
+    ({"B": "x.3"}, "x has 3 dims, and no dim 3"),
+    ({"dp": "x.0"}, "'dp' is an axis of the mesh"),
+    ({"B": ["x.0", "x.1"]}, "dims of one extent differ: x.0 of 8, x.1 of 16"),
+    ({"B": "x.0", "T": "x.0"}, "x.0 is 'B' already, and 'T' too"),
+    ({"L": "x.0"}, "'L' is the number of equal layers"),
+    ({"B": "x"}, "'x' is no dim of an input"),
+    ({"B-1": "x.0"}, "'B-1' is no name of an extent"),
+    ({"B": []}, "'B' has no dim"),
+])  # fmt: skip
+def test_wrong_symbols(symbols: dict[str, str | list[str]], said: str) -> None:
+    def resized() -> Program:
+        plan = Plan.of(mesh="dp=2", inputs={"x": "dp"}, symbols=symbols)
+        return shardc.compile(Net(), batch(8, 16), plan=plan).resized(batch(4, 16))
+
+    with pytest.raises(ShardcError, match=re.escape(said)) as caught:
+        resized()
+    assert caught.value.diagnostics[0].code == "SC208"
+
+
+EIGHT = [(4, 24), (16, 6), (6, 34), (32, 32), (8, 64), (2, 16), (10, 10), (4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("gpt2", EIGHT[-1:]),
+        *(pytest.param(f, EIGHT, marks=pytest.mark.long) for f in ("gpt2", "gpt2_sp", "llama", "llama_sp", "mixtral")),
+    ],
+)
+def test_sizes_of_a_language_model(family: str, sizes: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)
     build, plan = FAMILIES[family]
     model = build(2)
@@ -112,7 +243,7 @@ def test_eight_sizes_of_a_language_model(family: str) -> None:
 
     plan = plan.merge(Plan.of(mesh="dp=2, tp=2", symbols=TOKENS))
     program = shardc.compile(model, tokens(8, 16), plan=plan)
-    for rows, length in [(4, 24), (16, 6), (6, 34), (32, 32), (8, 64), (2, 16), (10, 10), (4, 4)]:
+    for rows, length in sizes:
         other, own = program.resized(tokens(rows, length)), shardc.compile(model, tokens(rows, length), plan=plan)
         assert not fixed(other)
         assert same(other, own), (rows, length)
