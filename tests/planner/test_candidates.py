@@ -146,7 +146,10 @@ def test_gpt2_as_megatron_has_it(target: str) -> None:
     assert candidates_of(target, "dp=2, tp=4")[0].plan["inputs"] == {"input_ids": "dp, -", "labels": "dp, -"}
 
 
-@pytest.mark.parametrize(("target", "tp"), [(LLAMA, 8), (LLAMA, 4), (FEW_KEYS, 8)])
+@pytest.mark.parametrize(
+    ("target", "tp"),
+    [(FEW_KEYS, 8), pytest.param(LLAMA, 8, marks=pytest.mark.long), pytest.param(LLAMA, 4, marks=pytest.mark.long)],
+)
 def test_llama_as_megatron_has_it(target: str, tp: int) -> None:
     best = candidates_of(target, f"dp=2, tp={tp}")[0].plan
     columns = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"]
@@ -154,6 +157,7 @@ def test_llama_as_megatron_has_it(target: str, tp: int) -> None:
     assert best["activations"] == {"model.layers.*": "dp, tp, -"}, "sequence parallelism"
 
 
+@pytest.mark.long
 def test_bert_as_megatron_has_it() -> None:
     best = candidates_of(BERT, "dp=2, tp=4")[0].plan
     columns = ["query", "key", "value", "intermediate.dense", "word_embeddings"]
