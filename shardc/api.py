@@ -338,7 +338,8 @@ class Program(data.Program):
 
     def _other_size(self, batch: Any) -> Program | None:
         """The program for a batch whose symbols have other sizes than the program's own; None for one of its own."""
-        if batch is None or self.request is None or self.pipelined is not None or "symbols:" not in self.plan["text"]:
+        named = "symbols:" in self.plan.get("text", "")
+        if batch is None or self.request is None or self.pipelined is not None or not named:
             return None
         samples = self._instances[0].samples if self._instances else Samples.of(self.request)
         try:

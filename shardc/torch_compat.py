@@ -1077,7 +1077,7 @@ class SizeRecorder:
                     self._seen.add(piece)
                     self._guards.append((piece, _frames_outside()))
 
-        SymNode.__init__ = noted
+        SymNode.__init__ = cast(Any, noted)
         try:
             with self.mode, enable_python_dispatcher():
                 yield

@@ -94,7 +94,8 @@ class FindSequences(Pass):
         for axis in dict.fromkeys(s.axis for s, _ in known):
             of_axis = [(s, value) for s, value in known if s.axis == axis]
             roots = {classes.of(place): s for s, value in of_axis if (place := _only(value, s.dim)) is not None}
-            todo, done = [(roots, self.balance)], set[Place]()
+            todo: list[tuple[dict[Place, ShardedSequence], Balance]] = [(roots, self.balance)]
+            done = set[Place]()
             while todo:
                 found, balance = todo.pop()
                 roots = {root: s for root, s in found.items() if root not in done}  # chunks may be an input's rows too
