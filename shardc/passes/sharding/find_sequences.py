@@ -17,6 +17,8 @@ Atoms that ops pass on are one class; a move ties two classes. Of those that are
 element lies where the sequence has it; others stay as they are, and are gathered where they are read. Of a zigzag whose
 rows are grouped in chunks, chunks are in zigzag too: then hardly a row has to go to its chunk. Longer than 400
 lines: moves, classes and the choice of a layout are steps of one walk.
+
+The file is long because moves, sums, picks and the layout of one sequence share its classes of places.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ class FindSequences(Pass):
                     family = _Family(graph, classes, roots, balance)
                     laid = family.write()
                     done |= {*family.lengths}
-                    todo += [(roots, balance), (family.of_chunks(), laid)]
+                    todo.append((roots, balance))
+                    todo.append((family.of_chunks(), laid))
         return graph
 
 
