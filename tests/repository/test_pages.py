@@ -23,7 +23,7 @@ EXECUTED = [page for page in PAGES if page.path.name not in OWN_TESTS]
 # What the synopsis of the command line leaves to the reader.
 STANDS_FOR = {
     "shardc timeline TARGET --plan FILE": "shardc timeline examples/mlp.py:mlp --plan tests/cli/mlp_pp.yaml",
-    "shardc calibrate": "shardc calibrate --device cpu --seconds 1",
+    "shardc calibrate": "shardc calibrate --seconds 1",
     "--from FILE": "--from benchmarks/measurements/h200.jsonl",
     "FILE --symbolic": "symbols.yaml --symbolic",
     "TARGET": "examples/mlp.py:mlp",
