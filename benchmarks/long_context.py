@@ -4,6 +4,7 @@
     python -m benchmarks.long_context --lengths 131072 --runs ours-ring hand-ring --seconds 120
     python -m benchmarks.long_context --device cpu --tiny        a rehearsal over gloo; its times mean nothing
     python -m benchmarks.long_context --table long.jsonl         the table of what was written
+    python -m benchmarks.long_context --predict h100             our steps as predicted on some hardware, without GPUs
 
 One JSON line for the circumstances, one when a run has begun and one when it is measured, one for the ratios of a
 length, then the table. After `--seconds` no run is begun and no round: what there is by then is written.
@@ -27,8 +28,8 @@ the slowest rank counts. `exposed_ms` is the time of a step in which a collectiv
 torch.profiler, on the rank where it is longest: it has the time in which ranks wait for each other. `peak_gib` is what
 a run allocated beyond what others hold. `gaps` are relative errors (norms) of the loss and of some gradients from those
 of `reference`: the unsharded model on each GPU, checkpointed, in the same precision; `last_gaps` are those after all
-rounds, when every other run has run. A run with a gap above 5 % is no run. `predicted_ms` is the products' operations
-by the plan's rate, and the waits that `auto` compares.
+rounds, when every other run has run. A run with a gap above 5 % is no run. `predicted_ms` is what
+`program.predict()` says by the plan's hardware.
 
 torch's context parallelism knows no kernel of the CPU: a rehearsal says that it failed, and runs the others.
 """
@@ -50,7 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.long_context_runs import INSTEAD, OPTIONAL, RUNS, Run, Setting, reference, slice_of
+from benchmarks.long_context_runs import INSTEAD, OPTIONAL, RUNS, Run, Setting, program_of, reference, slice_of
 from benchmarks.profile_step import profile
 from benchmarks.train_step import clear, joined, leads, synchronize
 
@@ -71,6 +72,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0, help="all of them by default; on the CPU, 4 processes")
     parser.add_argument("--tiny", action="store_true", help="a small model, which any machine can run")
     parser.add_argument("--out", type=Path, help="also write the lines to this file")
+    parser.add_argument("--predict", metavar="NAME|FILE", help="predict our steps on it, and do nothing else")
     parser.add_argument("--table", type=Path, help="print the table of such a file, and do nothing else")
     return parser.parse_args(argv)
 
@@ -80,12 +82,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.table is not None:
         print("\n".join(table([json.loads(line) for line in asked.table.read_text().splitlines()])))
         return 0
+    if asked.predict is not None:
+        predict(asked)
+        return 0
     if "RANK" not in os.environ:
         ranks = asked.gpus or (torch.cuda.device_count() if asked.device == "cuda" else 4)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         env = {"OMP_NUM_THREADS": "1", **os.environ}
         return subprocess.call([*command, "-m", "benchmarks.long_context", *(argv or sys.argv[1:])], env=env)
     return Measured(asked).all()
+
+
+def predict(asked: argparse.Namespace) -> None:
+    for tokens in asked.lengths or (TINY if asked.tiny else LENGTHS):
+        for strategy in ("all_to_all", "all_gather", "ring"):
+            config = slice_of(asked.layers, asked.tiny)
+            program = program_of(config, torch.bfloat16, tokens, asked.gpus or 4, strategy)
+            step_ms = round(program.predict(asked.predict).step_ms, 1)
+            print(json.dumps({"tokens": tokens, "run": f"ours-{strategy}", "predicted_ms": step_ms}), flush=True)
 
 
 class Measured:
