@@ -28,6 +28,10 @@ def formulas_of(request: Request, body: Graph, ranges: Ranges | None = None) -> 
     numbers. Raises ShardcError: SC208 for symbols that the batch does not have, SC232 where an extent is fixed, with
     the line that fixes it; and what `compile` raises at another size."""
     samples = Samples.of(request)
+    if why := samples.guards.failed:
+        cause = f"forward cannot be run on sizes that are symbols: {why}"
+        hint = "take the numbers of a compile for each size"
+        raise error("SC232", "no size is known to be like another", cause=cause, hint=hint)
     tried = samples.ranges(ranges)
     points = samples.points(samples.units, tried)
     seen = [_Seen.at(samples, point) for point in points]

@@ -43,6 +43,15 @@ class Net(nn.Module):
         return h.square().sum() / (rows * (2 * length - 1)) + h.mean() * length**-0.5
 
 
+class Numbers(Net):
+    """Its code takes whole numbers alone, so what it asks of sizes is not known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x.shape[1]) is not int:
+            raise TypeError("a whole number")
+        return self.mixed(x).square().mean()
+
+
 class Branch(Net):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1] > 10:  # a branch
@@ -248,3 +257,11 @@ def test_sizes_of_a_language_model(family: str, sizes: list[tuple[int, int]]) ->
         assert not fixed(other)
         assert same(other, own), (rows, length)
     assert program.verify(tokens(6, 10)).ok
+
+
+def test_what_is_not_known_of_sizes_is_not_assumed() -> None:
+    model = Numbers().double()
+    program = shardc.compile(model, {"x": torch.randn(4, 6, WIDTH, dtype=torch.float64)}, plan=PLAN)
+    with pytest.raises(ShardcError, match="TypeError: a whole number"):
+        program.symbolic()
+    assert program.verify({"x": torch.randn(4, 7, WIDTH, dtype=torch.float64)}).ok

@@ -16,9 +16,7 @@ it, or causal attention reads it, it is a zigzag (`ir.blocks`).
 Atoms that ops pass on are one class; a move ties two classes. Of those that are shorter by less than half, each
 element lies where the sequence has it; others stay as they are, and are gathered where they are read. Of a zigzag whose
 rows are grouped in chunks, chunks are in zigzag too: then hardly a row has to go to its chunk. Longer than 400
-lines: moves, classes and the choice of a layout are steps of one walk.
-
-The file is long because moves, sums, picks and the layout of one sequence share its classes of places.
+lines: moves, sums, picks and the choice of a layout are steps of one walk over classes.
 """
 
 from __future__ import annotations
