@@ -103,8 +103,7 @@ def compiled(model: nn.Module, batch: dict[str, Tensor], mesh: str, *, has_loss:
     try:
         program = compiled_program(model, batch, mesh, loss=None if has_loss else loss_of)
         line: Line = {"compile_s": round(time.perf_counter() - started, 2)}
-        started = time.perf_counter()
-        report = program.verify()
+        line |= verified(program)
     except ShardcError as refused:
         first = refused.diagnostics[0]
         return {
@@ -115,12 +114,18 @@ def compiled(model: nn.Module, batch: dict[str, Tensor], mesh: str, *, has_loss:
         }
     except Exception as error:  # a defect of ours
         return {"status": "crashed", **said(error)}
-    return line | {
+    return line | {"ideal": ideal_collectives(model, batch, program.body, has_loss=has_loss)}
+
+
+def verified(program: shardc.Program) -> Line:
+    """What became of `program.verify()`, and what a step communicates."""
+    started = time.perf_counter()
+    report = program.verify()
+    return {
         "status": "differs" if not report.ok else "alone" if report.eager_error is None else "verified",
         "verify_s": round(time.perf_counter() - started, 2),
         "calls": sum(1 for _ in program.body.calls()),
         "collectives": dict(Counter(f"{c.kind} {'.'.join(c.axes)}" for c in collectives(program.body))),
-        "ideal": ideal_collectives(model, batch, program.body, has_loss=has_loss),
         "warnings": dict(Counter(d.code for d in program.diagnostics)),
         "eager_error": report.eager_error,
         **({} if report.ok else {"error": str(report)[:400]}),
@@ -156,9 +161,9 @@ def said(error: Exception) -> Line:
     return {"error": f"{type(error).__name__}: {error}"[:300], "where": where}
 
 
-def in_process(entry: Entry, limit: float) -> list[Line]:
+def in_process(entry: Entry, limit: float, module: str = "benchmarks.zoo") -> list[Line]:
     """The lines of one model, from a process that is ended after `limit` seconds."""
-    command = [sys.executable, "-m", "benchmarks.zoo", "--here", entry.name]
+    command = [sys.executable, "-m", module, "--here", entry.name]
     root = Path(__file__).parent.parent
     line: Line = {"name": entry.name, "class": entry.model_class, "mesh": TENSOR}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -210,21 +215,36 @@ def read(path: Path) -> list[Line]:
     return [json.loads(row) for row in path.read_text().splitlines() if row.strip()] if path.exists() else []
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--out", type=Path, default=Path("zoo.jsonl"), help="lines are added; what it has is not run again"
-    )
+def add_run_options(parser: argparse.ArgumentParser, out: Path, limit: float) -> None:
+    """Which models, how many at once, and where their lines go."""
+    parser.add_argument("--out", type=Path, default=out, help="lines are added; what it has is not run again")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="causal/llama, or llama; repeatable"
     )
     parser.add_argument("--shard", default="1/1", metavar="I/N")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at once")
-    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of each model")
+    parser.add_argument("--limit", type=float, default=limit, metavar="SECONDS", help="of each model")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="sum up a file, and run nothing")
+    parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
+
+
+def run_all(wanted: list[Entry], options: argparse.Namespace, lines: Callable[[Entry], list[Line]]) -> None:
+    """The lines of all models go to the file and to the terminal, as they come."""
+    done = set() if options.only else {line["name"] for line in read(options.out)}
+    with ThreadPoolExecutor(options.jobs) as pool, options.out.open("a") as file:
+        running = [pool.submit(lines, entry) for entry in wanted if entry.name not in done]
+        for ended in as_completed(running):
+            for line in ended.result():
+                print(json.dumps(line), flush=True)
+                file.write(json.dumps(line) + "\n")
+            file.flush()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_run_options(parser, Path("zoo.jsonl"), LIMIT)
     parser.add_argument("--table", type=Path, metavar="FILE", help="the documentation's page of a file's lines")
     parser.add_argument("--list", action="store_true", help="names, and run nothing")
-    parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.table:
         print(page(read(options.table)), end="")
@@ -244,14 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
         wanted = chosen(every, options.only, options.shard)
     except ValueError as wrong:
         parser.error(str(wrong))
-    done = set() if options.only else {line["name"] for line in read(options.out)}
-    with ThreadPoolExecutor(options.jobs) as pool, options.out.open("a") as file:
-        running = [pool.submit(in_process, entry, options.limit) for entry in wanted if entry.name not in done]
-        for ended in as_completed(running):
-            for line in ended.result():
-                print(json.dumps(line), flush=True)
-                file.write(json.dumps(line) + "\n")
-            file.flush()
+    run_all(wanted, options, lambda entry: in_process(entry, options.limit))
     print(summary(read(options.out)))
 
 

@@ -236,7 +236,8 @@ class Ranks:
         `released` are the names of inputs that only the run itself still holds.
         """
         body = self._body(graph)
-        owned = {block: name for name in released if (block := inputs[name]) is not None and not block.uses}
+        held = [name for name in released if name in body.inputs]  # members of a bundle that no call reads are gone
+        owned = {block: name for name in held if (block := inputs[name]) is not None and not block.uses}
         begun = {port.name for port in graph.outputs if port.role == "sum" and port.name not in self.sums}
         key = (id(graph), frozenset(owned.values()), frozenset(begun))
         if key not in self.runs:
