@@ -64,16 +64,19 @@ def annotations_of(divided: Divided, kept: Mapping[str, Iterable[str]], *, layer
 
 def text_of(divided: Divided, value: fx.Node, order: Sequence[str]) -> str:
     """A placement's text, dim by dim. Axes on one dim are major first in the mesh's order; of those that need a
-    different number of blocks, the first stays."""
+    different number of blocks, the first stays. An axis is on the first dim of those that it may shard: where rows and
+    frames take each other's place in a forward, they are one class."""
     dims: list[str] = []
+    taken: set[str] = set()
     flat = 0
     for sizes in type_of(value).sizes[: type_of(value).ndim]:
         blocks, axes = 1, list[str]()
         for i in range(len(sizes)):
-            here = [axis for axis in order if axis in divided.axes(value, flat + i)]
+            here = [axis for axis in order if axis in divided.axes(value, flat + i) and axis not in taken]
             before = math.prod(sizes[:i])
             if here and not axes:
                 blocks, axes = before, here
+        taken.update(axes)
         flat += len(sizes)
         dims.append("-" if not axes else f"{blocks}*{'.'.join(axes)}" if blocks > 1 else ".".join(axes))
     return ", ".join(dims)

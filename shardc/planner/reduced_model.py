@@ -48,7 +48,7 @@ class Run:
 
 
 def equal_runs(model: nn.Module) -> tuple[Run, ...]:
-    """The runs of equal elements, three repetitions or more, of the outermost lists that have one."""
+    """The runs of equal elements, two repetitions or more, of the outermost lists that have one."""
     return tuple(_runs(model, ""))
 
 
@@ -80,7 +80,7 @@ def _runs(module: nn.Module, path: str) -> Iterator[Run]:
 def _longest(path: str, elements: Sequence[nn.Module]) -> Run | None:
     forms = _forms(elements)
     best: Run | None = None
-    for period in range(1, min(LONGEST_PERIOD, len(forms) // 3) + 1):
+    for period in range(1, min(LONGEST_PERIOD, len(forms) // KEPT) + 1):
         start = 0
         while start + period <= len(forms):
             end = start
@@ -88,7 +88,7 @@ def _longest(path: str, elements: Sequence[nn.Module]) -> Run | None:
                 end += 1
             count = (end - start) // period + 1
             run = Run(path, start, period, count)
-            if count > KEPT and (best is None or run.removed > best.removed):
+            if count >= KEPT and (best is None or run.removed > best.removed):
                 best = run
             start = end + 1
     return best

@@ -70,7 +70,7 @@ class Subject:
         return Placements(self._traced, self.hardware, self.kept, self.widest)
 
     def rows(self, count: int) -> Any:
-        """The sample batch with so many rows, without values."""
+        """The sample batch with so many rows: see `resized`."""
         return resized(self.batch, count)
 
     def costs(self, inner: Inner) -> LayerCosts | ShardcError:
@@ -153,13 +153,20 @@ class Subject:
 
 
 def resized(batch: Any, rows: int) -> Any:
-    """The batch with another dim 0, on the meta device: of every tensor that is as long as the first."""
+    """The batch with another dim 0, of every tensor that is as long as the first.
+
+    Numbers that `forward` may ask for, integers, are those of the batch, row after row and from the first again; others
+    are on the meta device.
+    """
     size = rows_of(batch)
 
     def change(value: Any) -> Any:
         if isinstance(value, Tensor):
-            shape = (rows, *value.shape[1:]) if value.dim() and value.shape[0] == size else value.shape
-            return torch.empty(shape, dtype=value.dtype, device="meta")
+            by_rows = value.dim() > 0 and value.shape[0] == size
+            if value.is_floating_point() or value.is_complex() or value.is_meta:
+                shape = (rows, *value.shape[1:]) if by_rows else value.shape
+                return torch.empty(shape, dtype=value.dtype, device="meta")
+            return value[torch.arange(rows, device=value.device) % size] if by_rows else value
         if isinstance(value, Mapping):
             return {key: change(v) for key, v in value.items()}
         if isinstance(value, tuple) and hasattr(value, "_fields"):

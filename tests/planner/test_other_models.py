@@ -6,7 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    TimesformerConfig,
+    TimesformerForVideoClassification,
+)
 
 import shardc
 from shardc import Plan, ShardcError
@@ -94,6 +99,50 @@ def test_plans_compile_and_verify(
     program = shardc.compile(make(), batch("cpu"), plan=Plan.parse(ranking.best.yaml()))
     assert program.mesh.world_size == 4
     assert program.verify().ok
+
+
+class Placeholders(nn.Module):
+    """Features take the places of the tokens that say so: as many as there are, which forward asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(8, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, ids: Tensor, features: Tensor) -> Tensor:
+        if int((ids == 7).sum()) != features.shape[0] * features.shape[1]:
+            raise ValueError("features and their places do not match")
+        x = self.embed(ids).masked_scatter((ids == 7)[..., None], features)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x.square().mean()
+
+
+def timesformer() -> nn.Module:
+    """Which reshapes rows and frames to each other."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 1}
+    return TimesformerForVideoClassification(TimesformerConfig(image_size=16, patch_size=8, num_frames=8, **sizes))
+
+
+def placeholders() -> dict[str, Tensor]:
+    ids = torch.randint(7, (8, 6))
+    ids[:, 1:3] = 7
+    return {"ids": ids, "features": torch.randn(8, 2, 16)}
+
+
+@pytest.mark.parametrize("keep", [{}, {"mesh": "pp=2"}])
+def test_what_forward_asks_of_the_batch_is_answered_by_its_rows(keep: dict[str, str]) -> None:
+    """Of few rows and of many; two equal blocks are enough for two stages."""
+    ranking = shardc.autoplan(Placeholders(), placeholders(), gpus=4, keep=keep, precision=None, top=1)
+    program = shardc.compile(Placeholders(), placeholders(), plan=ranking.best.plan)
+    assert (program.mesh.world_size, program.mesh.size(("pp",)) if keep else 2) == (4, 2)
+    assert program.verify().ok
+
+
+def test_rows_and_frames_of_one_class_are_not_both_divided() -> None:
+    model, batch = timesformer(), {"pixel_values": torch.randn(4, 8, 3, 16, 16), "labels": torch.zeros(4).long()}
+    ranking = shardc.autoplan(model, batch, gpus=4, keep={"mesh": "dp=4"}, precision=None, top=1, confirm=0)
+    assert str(ranking.best.plan.inputs["pixel_values"].placement).startswith("dp, -")
+    assert shardc.compile(model, batch, plan=ranking.best.plan).verify().ok
 
 
 def test_a_model_that_needs_two_rows_says_so() -> None:

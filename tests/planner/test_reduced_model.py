@@ -53,8 +53,11 @@ def test_rates_of_dropout_do_not_matter_but_none_at_all_does() -> None:
     assert equal_runs(Net([Block(i, rate=0.1 * (i % 2)) for i in range(8)])) == (Run("blocks", 0, 2, 4),)
 
 
-def test_two_elements_are_no_run_and_a_shape_ends_one() -> None:
-    assert equal_runs(Net([Block(0), Block(1)])) == ()
+def test_of_two_elements_none_is_removed_and_a_shape_ends_a_run() -> None:
+    two = Net([Block(0), Block(1)])
+    assert equal_runs(two) == (Run("blocks", 0, 1, 2),)
+    assert [name for name, _ in reduced(two, equal_runs(two)).blocks.named_children()] == ["0", "1"]  # type: ignore[union-attr, operator]
+    assert equal_runs(Net([Block(0), Block(1, width=16)])) == ()
     assert equal_runs(Net([Block(i, width=8 + 8 * (i >= 4)) for i in range(7)])) == (Run("blocks", 0, 1, 4),)
 
 
