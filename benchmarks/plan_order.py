@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--world", type=int, default=4 if cores >= 8 else 2, choices=(2, 4, 8))
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=40.0, help="of the calibration")
     parser.add_argument("--hardware", type=Path, help="a file of this machine; without it, it is calibrated")
     parser.add_argument("--keep", type=Path, help="a folder for the file of hardware and the measurements")
