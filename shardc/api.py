@@ -282,7 +282,9 @@ class Program(data.Program):
 
         With `hardware`, as of `predict`, the predicted step is one of them.
         """
-        return lock_of(self, self.staged, None if hardware is None else self.predict(hardware))
+        if hardware is None:
+            return lock_of(self, self.staged)
+        return lock_of(self, self.staged, self.predict(hardware), self._machine(hardware))
 
     def check(
         self,
