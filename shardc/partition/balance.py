@@ -13,7 +13,7 @@ where there are any (a stage of Swin's into its blocks): no cut between whole la
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from torch import fx
@@ -64,10 +64,16 @@ def send_seconds(hardware: Hardware, size: float, mesh: Mesh, axis: str) -> floa
     return hardware.collective_seconds("send", size, Group((*[1] * (levels - 1), 2)), graph=True)
 
 
-def unit_costs(analysis: StepAnalysis, hardware: Hardware = DEFAULT, mesh: Mesh | None = None) -> list[float]:
-    """The cost of each unit in forward and backward. A replicable call counts once, in the last unit that reads it."""
+def unit_costs(
+    analysis: StepAnalysis,
+    hardware: Hardware = DEFAULT,
+    mesh: Mesh | None = None,
+    costs: Mapping[fx.Node, float] | None = None,
+) -> list[float]:
+    """The cost of each unit in forward and backward. A replicable call counts once, in the last unit that reads it.
+    `costs` are those of calls, where they are known."""
     totals = [0.0] * len(analysis.units)
-    costs = call_costs(analysis, hardware, mesh)
+    costs = call_costs(analysis, hardware, mesh) if costs is None else costs
     unit_of: dict[fx.Node, int] = {}
     for call in reversed(analysis.calls):
         unit = analysis.unit_of.get(call)
@@ -136,8 +142,9 @@ def divide_large_layers(
 ) -> StepAnalysis:
     """The analysis with every layer divided that costs more than one of so many stages may, as far as lists go."""
     divisible = divisible_layers(analysis.body) if stages > 1 else frozenset[str]()
+    of_calls = call_costs(analysis, hardware, mesh) if divisible else {}
     while divisible:
-        costs = unit_costs(analysis, hardware, mesh)
+        costs = unit_costs(analysis, hardware, mesh, of_calls)
         share = sum(costs) / stages
         large = {unit.name for unit, cost in zip(analysis.units, costs, strict=True) if cost > share} & divisible
         if not large:

@@ -143,7 +143,10 @@ def worth(graph: Graph, node: fx.Node, hardware: Hardware = DEFAULT) -> Product 
     odd = {name: sizes[name] if name in more else size for name, size in even.items()}
     outer = rows if "m" in form.padded else rows + -rows % step
     after = hardware.product_seconds(*form.extents(even, outer), dtype)
-    before = max(hardware.product_seconds(*form.extents(odd, outer), dtype), after * hardware.unaligned_slowdown)
+    # Tables of products know odd dims, and that what memory bounds is no slower with them.
+    known = any(str(dtype).removeprefix("torch.") in rate.dtypes for rate in hardware.tables.products)
+    slower = hardware.product_seconds(*form.extents(odd, outer), dtype) if known else 0.0
+    before = slower or after * hardware.unaligned_slowdown
     if after < LAUNCHES * hardware.kernel_launch_seconds or grown > GROWTH:
         return None
     if before - after < hardware.memory_seconds(copied):
