@@ -180,8 +180,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.explain": """
-            __init__ bottleneck collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer
-            unfused what_if
+            __init__ bottleneck collective fusion halo lock_report lockfile plan_edits predicted_program provenance ring
+            scaling transfer unfused what_if
         """,
     },
     {
