@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,7 +81,7 @@ def rows_over(*axes: str) -> dict[str, str]:
 def plans(world: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """Eight of them, by name: the mesh and the plan."""
     data, tensors = {"inputs": rows_over("dp", "-")}, {"params": TENSOR_PARALLEL}
-    some = {
+    some: dict[str, tuple[str, dict[str, Any]]] = {
         "dp": (f"dp={world}", {**data, "bucket": True}),
         "zero-3": (f"dp={world}", {**data, "storage": {"zero": 3, "axes": ["dp"]}}),
         "tp": (f"tp={world}", tensors),
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             hardware.write_text(hardware_text(rows, title_of(rows[0])))
         about = {"cores": cores, "ranks": job.world, "torch": torch.__version__, "model": str(job.sizes)}
         write({"kind": "job", **about, "batch": job.batch, "calibrated_s": round(time.perf_counter() - begin, 1)})
-        alone = Job(**{**vars(job), "world": 1, "rounds": 3})
+        alone = replace(job, world=1, rounds=3)
         for line in run_job(alone, hardware, folder):
             write(line)
         lines = run_job(job, hardware, folder)
