@@ -43,6 +43,7 @@ def pipeline_summary(program: Program) -> list[RenderableType]:
     timeline = program.timeline()
     phases = ("fwd", "bwd", "opt")
     sent = communication_table(sorted(_communications(pipelined, busiest), key=lambda row: phases.index(row.phase)))
+    free = "" if pipelined.costs.latency else ", as if sending took no time"
     sent.title, sent.title_justify = f"a rank of {pipelined.axis}={busiest}, which sends most", "left"
     return [
         Text(
@@ -50,7 +51,7 @@ def pipeline_summary(program: Program) -> list[RenderableType]:
         ),
         stage_table(pipelined, timeline.peak_bytes),
         sent,
-        Text(f"predicted, in FLOPs of a rank, as if sending took no time: {timeline.text(100)}", no_wrap=True),
+        Text(f"predicted, in FLOPs of a rank{free}: {timeline.text(100)}", no_wrap=True),
     ]
 
 

@@ -67,7 +67,7 @@ def _cut(
     stages, virtual = pipeline.on(mesh)
     try:
         names = None if like is None else StageNames.of(stage.forward for stage in like.stages)
-        staged = cut(body, stages, pipeline.split, hardware, pipeline.axis, names)
+        staged = cut(body, stages, pipeline.split, hardware, pipeline.axis, names, _split(mesh, body))
     except ShardcError as wrong:
         raise ShardcError(*(_located(d, pipeline, "split", "stages") for d in wrong.diagnostics)) from None
     try:

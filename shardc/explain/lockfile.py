@@ -12,6 +12,7 @@ The text is TOML, sorted, one fact a line, each with its whole key, so that a li
     kernels.launches = 212                                  calls that move data, fused or not, beside products
     memory.at_peak.activations = 547204                     of the rank that holds most, at its peak, by category
     memory.peak = 980992
+    of.figures.memory_bytes_per_second = 4000000000000.0    of the hardware of a predicted step; of tables digests
     of.mesh = "dp=2, tp=2"                                  what the program was compiled of: another is refused
     where.collectives.forward.tp.all_reduce."h.*.mlp.c_proj".count = 2
 
@@ -42,6 +43,7 @@ from shardc.ir.collectives import collectives
 from shardc.ir.diagnostic import error
 from shardc.ir.files import write_text
 from shardc.ir.graph import info, op_name, type_of
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.layers import in_every_layer
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.program import Program
@@ -147,8 +149,10 @@ class Lock:
         return cls.parse(text, str(path))
 
 
-def lock_of(program: Program, staged: StagedProgram, predicted: Prediction | None = None) -> Lock:
-    """The lock of a program, whose stages are `staged`, and what is predicted of it."""
+def lock_of(
+    program: Program, staged: StagedProgram, predicted: Prediction | None = None, hardware: Hardware = DEFAULT
+) -> Lock:
+    """The lock of a program, whose stages are `staged`, and what is predicted of it on the hardware."""
     gathered = _Facts()
     gathered.about(program)
     gathered.communication(program, staged)
@@ -157,6 +161,7 @@ def lock_of(program: Program, staged: StagedProgram, predicted: Prediction | Non
     gathered.flops(program, staged)
     if predicted is not None:
         gathered.prediction(predicted)
+        gathered.figures(hardware)
     return Lock(gathered.facts, gathered.reasons)
 
 
@@ -190,8 +195,10 @@ class _Facts:
         self.facts["of", "hardware"] = _digest(json.dumps({**quantities}, sort_keys=True))
         for port, value in zip(program.reference.inputs, program.reference.placeholders, strict=True):
             if port.role == "input":
-                type = type_of(value)
-                shape = ", ".join(map(str, type.shape))
+                type, shape = type_of(value), list(type_of(value).shape)
+                if port.name in program.plan.get("split", ()):  # of the batch, not of a microbatch
+                    shape[0] *= program.reference.microbatches
+                shape = ", ".join(map(str, shape))
                 self.facts["of", "batch", port.name] = f"{str(type.dtype).removeprefix('torch.')}[{shape}]"
 
     def communication(self, program: Program, staged: StagedProgram) -> None:
@@ -251,6 +258,12 @@ class _Facts:
             where = ("where", "prediction", f"{row.kind} over {'.'.join(row.axes)}, {PHASES[row.phase]}", "exposed_ms")
             self.facts[where] = _rounded(float(self.facts.get(where, 0.0)) + row.exposed_ms)
             self.reasons.setdefault(where, []).append(Reason("", row.source, row.cause))
+
+    def figures(self, hardware: Hardware) -> None:
+        """What the hardware is said to be, quantity by quantity; of tables a digest."""
+        for name, value in hardware.quantities().items():
+            known = isinstance(value, int | float)
+            self.facts["of", "figures", name] = value if known else _digest(json.dumps(value, sort_keys=True))
 
 
 def _rounded(ms: float) -> float:

@@ -1,7 +1,8 @@
 """Chooses the cut points: the best balance of a contiguous partition, and among near-equal ones the fewest bytes sent.
 
-cost of a stage    the sum over its units of the cost of forward and backward: FLOPs, or memory traffic if slower,
-                   by the hardware's FLOPs a byte; what a cut sends is weighed in the same unit
+cost of a stage    the sum over its units of the cost of forward and backward: the seconds that the hardware's account
+                   tells (`cost.call_seconds`), in FLOPs of 16-bit products that take as long; what a cut sends is
+                   weighed in the same unit
 best balance       the smallest possible cost of the most expensive stage, by dynamic programming over all cut points
 chosen             the cut with the fewest bytes sent, among those within 1 % of the best balance
 
@@ -12,16 +13,17 @@ where there are any (a stage of Swin's into its blocks): no cut between whole la
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from torch import fx
 
-from shardc.cost.flops import node_flops
+from shardc.cost.call_seconds import call_costs as account
 from shardc.ir.diagnostic import did_you_mean, error
-from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.graph import info, operands
 from shardc.ir.hardware import DEFAULT, Hardware
-from shardc.ir.storages import storages
+from shardc.ir.links import Group
+from shardc.ir.mesh import Mesh
 from shardc.partition.microbatch_sums import linear_tail
 from shardc.partition.step_analysis import StepAnalysis, divisible_layers, result_values
 
@@ -29,29 +31,49 @@ SLACK = 0.01
 Starts = tuple[int, ...]  # the first unit of each stage
 
 
-def call_costs(analysis: StepAnalysis, hardware: Hardware = DEFAULT) -> dict[fx.Node, float]:
-    """The cost of each call of a microbatch in FLOPs, as of 16 bits: its arithmetic or its memory traffic, whichever is
-    larger."""
-    body, memory = analysis.body, storages(analysis.body)
+def call_costs(analysis: StepAnalysis, hardware: Hardware = DEFAULT, mesh: Mesh | None = None) -> dict[fx.Node, float]:
+    """The cost of each call of a microbatch, in FLOPs of 16-bit products that take as long. `mesh` is that of all
+    ranks, by default the body's. The latency of collectives counts where the hardware has tables of its links: of no
+    machine in particular, small models would be cut by nothing else."""
+    latency = 0.0 if hardware.tables.links else hardware.collective_start_seconds
     costs: dict[fx.Node, float] = {}
-    for call in analysis.calls:
-        results = result_values(call)
-        allocates = any(memory[v].value is v for v in results if v in memory)
-        touched = {*operands(call), *results} if allocates else set[fx.Node]()
-        traffic = hardware.flops_per_memory_byte * sum(map(analysis.bytes_of, touched))
-        costs[call] = float(max(_flops(body, call, hardware), traffic))
+    for call, cost in account(analysis.body, hardware, mesh).items():
+        seconds = cost.total
+        if cost.kind == "product":  # where no table of products tells, reading operands may take longer
+            touched = {*operands(call), *result_values(call)}
+            seconds = max(seconds, hardware.memory_seconds(sum(map(analysis.bytes_of, touched))))
+        elif cost.kind == "collective":
+            seconds -= latency
+        costs[call] = seconds * hardware.bf16_flops_per_second
     return costs
 
 
-def _flops(body: Graph, call: fx.Node, hardware: Hardware) -> int:
-    result = next(iter(result_values(call)), None)
-    return 0 if result is None else hardware.bf16_flops(node_flops(body, call), type_of(result).dtype)
+def sent_cost(hardware: Hardware, size: float, mesh: Mesh | None, axis: str) -> float:
+    """What sending so many bytes to the next stage adds to its latency, in the same unit: stages compute meanwhile,
+    and a cut elsewhere has the same latency."""
+    if mesh is None or axis not in mesh.names:
+        return hardware.flops_per_sent_byte((axis,)) * size
+    return (send_seconds(hardware, size, mesh, axis) - send_seconds(hardware, 0, mesh, axis)) * (
+        hardware.bf16_flops_per_second
+    )
 
 
-def unit_costs(analysis: StepAnalysis, hardware: Hardware = DEFAULT) -> list[float]:
-    """The cost of each unit in forward and backward. A replicable call counts once, in the last unit that reads it."""
+def send_seconds(hardware: Hardware, size: float, mesh: Mesh, axis: str) -> float:
+    """From one stage to the next, of those that are farthest from each other."""
+    levels = len(hardware.group_of(mesh, (axis,)).extents)
+    return hardware.collective_seconds("send", size, Group((*[1] * (levels - 1), 2)), graph=True)
+
+
+def unit_costs(
+    analysis: StepAnalysis,
+    hardware: Hardware = DEFAULT,
+    mesh: Mesh | None = None,
+    costs: Mapping[fx.Node, float] | None = None,
+) -> list[float]:
+    """The cost of each unit in forward and backward. A replicable call counts once, in the last unit that reads it.
+    `costs` are those of calls, where they are known."""
     totals = [0.0] * len(analysis.units)
-    costs = call_costs(analysis, hardware)
+    costs = call_costs(analysis, hardware, mesh) if costs is None else costs
     unit_of: dict[fx.Node, int] = {}
     for call in reversed(analysis.calls):
         unit = analysis.unit_of.get(call)
@@ -115,11 +137,14 @@ def balanced_starts(costs: Sequence[float], crossing: Sequence[float], stages: i
     return sent[len(costs)][1]
 
 
-def divide_large_layers(analysis: StepAnalysis, stages: int, hardware: Hardware = DEFAULT) -> StepAnalysis:
+def divide_large_layers(
+    analysis: StepAnalysis, stages: int, hardware: Hardware = DEFAULT, mesh: Mesh | None = None
+) -> StepAnalysis:
     """The analysis with every layer divided that costs more than one of so many stages may, as far as lists go."""
     divisible = divisible_layers(analysis.body) if stages > 1 else frozenset[str]()
+    of_calls = call_costs(analysis, hardware, mesh) if divisible else {}
     while divisible:
-        costs = unit_costs(analysis, hardware)
+        costs = unit_costs(analysis, hardware, mesh, of_calls)
         share = sum(costs) / stages
         large = {unit.name for unit, cost in zip(analysis.units, costs, strict=True) if cost > share} & divisible
         if not large:
@@ -129,15 +154,17 @@ def divide_large_layers(analysis: StepAnalysis, stages: int, hardware: Hardware 
     return analysis
 
 
-def choose_starts(analysis: StepAnalysis, stages: int, hardware: Hardware = DEFAULT, axis: str = "pp") -> Starts:
-    """The balanced cut of a body into this many stages, which send along an axis."""
+def choose_starts(
+    analysis: StepAnalysis, stages: int, hardware: Hardware = DEFAULT, axis: str = "pp", mesh: Mesh | None = None
+) -> Starts:
+    """The balanced cut of a body into this many stages, which send along an axis of the mesh of all ranks."""
     units = analysis.units
     if stages < 1 or len(units) < stages:
         message = f"a model of {len(units)} layers and modules cannot be cut into {stages} stages"
         shown = ", ".join(unit.name or "the model's own" for unit in units[:8]) + (", ..." if len(units) > 8 else "")
         raise error("SC221", message, cause=f"they are, in order: {shown}", hint="ask for fewer stages")
-    crossing = [hardware.flops_per_sent_byte((axis,)) * size for size in cut_bytes(analysis)]
-    return balanced_starts(unit_costs(analysis, hardware), crossing, stages)
+    crossing = [sent_cost(hardware, size, mesh, axis) for size in cut_bytes(analysis)]
+    return balanced_starts(unit_costs(analysis, hardware, mesh), crossing, stages)
 
 
 def named_starts(analysis: StepAnalysis, split: Sequence[str]) -> Starts:

@@ -13,6 +13,7 @@ does not read it.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +24,16 @@ from torch import fx
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, info
 from shardc.ir.hardware import DEFAULT, Hardware
+from shardc.ir.mesh import Mesh
 from shardc.ir.storages import storages
-from shardc.partition.balance import call_costs, choose_starts, divide_large_layers, named_starts
+from shardc.partition.balance import (
+    call_costs,
+    choose_starts,
+    divide_large_layers,
+    named_starts,
+    send_seconds,
+    sent_cost,
+)
 from shardc.partition.cross_stage_buffers import keep_buffers_for_backward
 from shardc.partition.extract_subgraph import extract_subgraph
 from shardc.partition.gather_hoisting import merge_gathers
@@ -123,10 +132,12 @@ def cut(
     hardware: Hardware = DEFAULT,
     axis: str = "pp",
     like: StageNames | None = None,
+    mesh: Mesh | None = None,
 ) -> CutStep:
     """Cut a localized body into `stages` of equal cost, or where the modules of `split` begin, or as it was cut `like`.
 
-    The stages lie along the axis, which the body's mesh does not have: what they send each other goes along it.
+    The stages lie along the axis, which the body's mesh does not have: what they send each other goes along it. `mesh`
+    is that of all ranks; without one, the network's tables do not say how long that takes.
 
     The body must have been compiled with `accumulate`, also of one microbatch. Raises ShardcError (SC221) where it
     cannot be cut.
@@ -144,15 +155,15 @@ def cut(
         analysis = finest_analysis(graph)
         starts = named_starts(analysis, split)
     else:
-        analysis = divide_large_layers(StepAnalysis(graph), stages or 1, hardware)
-        starts = choose_starts(analysis, stages or 1, hardware, axis)
+        analysis = divide_large_layers(StepAnalysis(graph), stages or 1, hardware, mesh)
+        starts = choose_starts(analysis, stages or 1, hardware, axis, mesh)
     stage_of = {call: bisect_right(starts, unit) - 1 for call, unit in analysis.unit_of.items()}
     sums = split_sums(graph, stage_of)
     reuse_received_values(graph, stage_of, analysis.recomputed)
-    return _describe_cut(StageParts(graph, len(starts), stage_of, tuple(sums), kept_gathers), hardware)
+    return _describe_cut(StageParts(graph, len(starts), stage_of, tuple(sums), kept_gathers), hardware, axis, mesh)
 
 
-def _describe_cut(parts: StageParts, hardware: Hardware) -> CutStep:
+def _describe_cut(parts: StageParts, hardware: Hardware, axis: str, mesh: Mesh | None) -> CutStep:
     sizes, trains = _value_bytes(parts), not parts.graph.is_forward_only
     bodies = tuple(_stage_bodies(parts, stage) for stage in range(parts.count))
     single_stage_sums = [_single_stage_sums(parts, stage) for stage in range(parts.count)]
@@ -177,7 +188,7 @@ def _describe_cut(parts: StageParts, hardware: Hardware) -> CutStep:
         {name: tuple(values) for name, values in bundles.items()},
         parts.sums,
         parts.sum_stages,
-        _costs(parts, sizes, hardware),
+        _costs(parts, sizes, hardware, axis, mesh),
         epilogue,
     )
 
@@ -262,16 +273,26 @@ def _value_bytes(parts: StageParts) -> dict[str, int]:
     return sizes
 
 
-def _costs(parts: StageParts, sizes: Mapping[str, int], hardware: Hardware) -> Costs:
-    cost = call_costs(parts.analysis, hardware)
+def _costs(parts: StageParts, sizes: Mapping[str, int], hardware: Hardware, axis: str, mesh: Mesh | None) -> Costs:
+    cost = call_costs(parts.analysis, hardware, mesh)
     stage_costs: list[StageCost] = []
+    crossing = 0
     for stage in range(parts.count):
         forward, dgrad, wgrad = (sum(cost[call] for call in parts.calls[stage, which]) for which in PARTS)
-        activation_bytes = sum(sizes[name] for name in dict.fromkeys(parts.makes((stage, "forward")).values()))
+        makes = dict.fromkeys(parts.makes((stage, "forward")).values())
+        activation_bytes = sum(sizes[name] for name in makes)
         stage_costs.append(StageCost(forward, dgrad, wgrad, activation=float(activation_bytes)))
+        if stage + 1 < parts.count:
+            read = dict.fromkeys(parts.reads((stage + 1, "forward")))
+            crossing = max(crossing, sum(sizes[name] for name in makes if name in read))
     gathers = {
         name: float(sum(cost[call] for call in parts.calls[stage, name]))
         for stage, names in enumerate(parts.gathers)
         for name in names
     }
-    return Costs(tuple(stage_costs), gathers=gathers)
+    costs = Costs(tuple(stage_costs), gathers=gathers)
+    if mesh is None or not hardware.tables.links or not crossing:
+        return costs  # of no machine in particular: schedules are compared by their work
+    latency = send_seconds(hardware, 0, mesh, axis) * hardware.bf16_flops_per_second
+    sending = sent_cost(hardware, crossing, mesh, axis)
+    return replace(costs, latency=latency, bandwidth=crossing / sending if sending else math.inf, crossing=crossing)

@@ -13,8 +13,9 @@ matter: of `linear` those are its features. What kernels make, `fuse` has them w
 fuse/padding.py): the gradient of the logits above is copied by nobody, and read by both of its products, one of which
 may turn it: `mm(transpose(g), h)`.
 
-The rule: such a product takes `Hardware.unaligned_slowdown` times as long at the least, and padding is worth what
-memory copies in the time that is saved; products as short as two launches stay. A parameter is padded anew in backward
+The rule: such a product takes `Hardware.unaligned_slowdown` times as long at the least as one with even dims, which
+takes `Hardware.product_seconds`, and padding is worth it where its copies take less than is saved; products as short as
+two launches stay. A parameter is padded anew in backward
 rather than kept; others once a phase. If more is held at the peak than SLACK above what was, the products with the
 largest copies are left as they are.
 
@@ -52,6 +53,15 @@ class Form(NamedTuple):
     operands: tuple[str, str]
     result: str
     padded: str
+
+    def extents(self, sizes: Mapping[str, int], rows: int) -> tuple[int, int, int, int]:
+        """Batch, rows, columns and depth of the product; `rows` are of the dims that have no letter."""
+        if "m" in self.padded:
+            return rows, sizes["m"], sizes["n"], sizes["k"]
+        if len(self.result) == 2:
+            return 1, sizes["n"], sizes["k"], rows
+        columns = sizes[self.result]
+        return 1, rows, columns, math.prod(sizes.values()) // columns
 
 
 FORMS: Mapping[Any, Form] = {
@@ -121,16 +131,25 @@ def worth(graph: Graph, node: fx.Node, hardware: Hardware = DEFAULT) -> Product 
         return None
     first = type_of(values[0]).local_shape(graph.mesh)
     rows = math.prod(first[: len(first) - len(form.operands[0])])
-    flops = 2 * rows * math.prod(sizes.values())
     grown = math.prod(1 + extra / sizes[name] for name, extra in more.items())
     copied = sum(
         2 * type_of(value).local_bytes(graph.mesh)
         for value, letters in zip(values, form.operands, strict=True)
         if not more.keys().isdisjoint(letters)
     )
-    if flops < LAUNCHES * hardware.launch_flops or grown > GROWTH:
+    dtype = type_of(node).dtype
+    # Dims that do not lie along rows count as if they were multiples: they are not known to matter.
+    even = {name: size + -size % step for name, size in sizes.items()}
+    odd = {name: sizes[name] if name in more else size for name, size in even.items()}
+    outer = rows if "m" in form.padded else rows + -rows % step
+    after = hardware.product_seconds(*form.extents(even, outer), dtype)
+    # Tables of products know odd dims, and that what memory bounds is no slower with them.
+    known = any(str(dtype).removeprefix("torch.") in rate.dtypes for rate in hardware.tables.products)
+    slower = hardware.product_seconds(*form.extents(odd, outer), dtype) if known else 0.0
+    before = slower or after * hardware.unaligned_slowdown
+    if after < LAUNCHES * hardware.kernel_launch_seconds or grown > GROWTH:
         return None
-    if flops * (hardware.unaligned_slowdown - 1) < copied * hardware.flops_per_memory_byte:
+    if before - after < hardware.memory_seconds(copied):
         return None
     return Product(node, more, copied)
 

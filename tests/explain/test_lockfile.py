@@ -287,6 +287,36 @@ def test_the_predicted_step_is_compared_on_the_hardware_of_the_lock() -> None:
         one.check(one.lock(), "h200")
 
 
+def test_other_figures_of_the_same_hardware_are_refused(tmp_path: Path) -> None:
+    one, file = program(), tmp_path / "mine.yaml"
+    file.write_text("like: h200-nvlink\nmemory_bytes_per_second: 4.0e+12\n")
+    lock = Lock.parse(one.lock(file).text())
+    assert one.check(lock, file).ok
+    file.write_text("like: h200-nvlink\nmemory_bytes_per_second: 3.0e+12\n")
+    with pytest.raises(ShardcError, match="another figures") as refused:
+        one.check(lock, file)
+    assert refused.value.diagnostics[0].cause == (
+        "figures memory_bytes_per_second: 4000000000000.0, here 3000000000000.0"
+    )
+
+
+def test_other_tables_of_the_same_hardware_are_refused(tmp_path: Path) -> None:
+    one, file = program(), tmp_path / "mine.yaml"
+    file.write_text("memory: {0: 1.0e-06, 1048576: 2.0e-06}\n")
+    lock = Lock.parse(one.lock(file).text())
+    file.write_text("memory: {0: 1.0e-06, 1048576: 3.0e-06}\n")
+    with pytest.raises(ShardcError, match="figures memory: "):
+        one.check(lock, file)
+
+
+@pytest.mark.parametrize("plan", [{"accumulate": 4}, {"pipeline": {"microbatches": 4}}], ids=["accumulate", "pipeline"])
+def test_the_batch_is_the_whole_one(plan: dict[str, object]) -> None:
+    mesh = Mesh(pp=2, dp=2) if "pipeline" in plan else Mesh(dp=2)
+    model, x = Net(count=2).to("meta"), torch.empty(16, WIDTH, device="meta")
+    found = shardc.compile(model, x, mesh=mesh, plan={"inputs": {"x": "dp"}, **plan})
+    assert found.lock().facts["of", "batch", "x"] == "float32[16, 32]"
+
+
 def test_a_pipeline_has_its_transfers() -> None:
     piped = shardc.compile(
         Net(count=2).to("meta"),

@@ -324,6 +324,17 @@ def test_auto_sends_less(rows: int, keys: int, chosen: str) -> None:
     assert [said[2] for said in program.plan["context"]] == [chosen]
 
 
+@pytest.mark.parametrize(("slow", "chosen"), [("all_gather", "merge"), ("all_reduce", "all_gather")])
+def test_auto_asks_the_tables_of_links(slow: str, chosen: str) -> None:
+    """Of equal bytes: a machine whose collectives of one kind take a millisecond, and others none to speak of. Merging
+    gathers the log-sums once, and all-gathering keys and values gathers four times."""
+    kinds = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute")
+    series = [{"kind": k, "group": 4, "seconds": {0: 1e-3 if k == slow else 1e-7}} for k in kinds]
+    hardware = {"links": [{"name": "node", "series": series}], "collective_start_seconds": 1e-9}
+    program = compiled(Cross(1, 1), 16, 16, context={"keys": "auto"}, hardware=hardware)
+    assert [said[2] for said in program.plan["context"]] == [chosen]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("rows", "keys"), [(5, 34), (8, 64)])
 def test_rows_that_lie_over_the_axis_too_are_sent_instead(rows: int, keys: int, causal: bool) -> None:

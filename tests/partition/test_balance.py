@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import shardc
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import info
 from shardc.ir.hardware import DEFAULT
+from shardc.ir.links import Group
 from shardc.partition.balance import balanced_starts, choose_starts, cut_bytes, divide_large_layers, unit_costs
 from shardc.partition.cut import cut
 from shardc.partition.step_analysis import StepAnalysis
+from shardc.plan.hardware import hardware
 from tests.partition.whole import compiled, step
 
 
@@ -143,3 +146,50 @@ def test_blocks_of_t5_stay_whole() -> None:
     analysis = divide_large_layers(StepAnalysis(body), 3)
     assert analysis.divided == frozenset()
     assert {"encoder.block.0", "decoder.block.1"} <= {unit.name for unit in analysis.units}
+
+
+# ---------------------------------------------------------------------- the account of a machine
+class Ends(nn.Module):
+    """Blocks between an embedding and a head that costs as much as several of them."""
+
+    def __init__(self, blocks: int = 5, width: int = 512, vocabulary: int = 16384) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width)) for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(torch.nn.functional.layer_norm(x, x.shape[-1:]))
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
+
+
+def piped(pipeline: dict[str, object], hardware: str, mesh: str = "pp=2") -> shardc.Program:
+    with torch.device("meta"):
+        model, tokens = Ends().to(torch.bfloat16), torch.zeros(8, 1024, dtype=torch.long)
+    return shardc.compile(
+        model, tokens, mesh=mesh, plan={"hardware": hardware, "pipeline": {"microbatches": 8, **pipeline}}
+    )
+
+
+def test_no_other_cut_is_predicted_to_be_faster() -> None:
+    """Of an H200: embeddings move memory, the head is one large product and a loss of float32."""
+    chosen = piped({}, "h200").predict("h200").step_ms
+    others = {at: piped({"split": [f"blocks.{at}"]}, "h200").predict("h200").step_ms for at in (1, 2, 3, 4)}
+    assert chosen <= 1.02 * min(others.values())
+    assert max(others.values()) > 1.1 * chosen, "the cut matters"
+
+
+def test_schedules_are_searched_with_the_latency_of_links() -> None:
+    found = {name: piped({"schedule": "auto"}, name).staged.costs for name in ("h200", "default")}
+    costs, rate = found["h200"], hardware("h200").bf16_flops_per_second
+    sent = 1024 * 512 * 2  # the residual stream of a sequence
+    assert costs.crossing == sent
+    seconds = hardware("h200").collective_seconds("send", sent, Group((2,)), graph=True)
+    assert costs.transfer_seconds(sent) == pytest.approx(seconds * rate)
+    assert found["default"].latency == 0
+    auto, plain = (piped({"schedule": name}, "h200").predict("h200").step_ms for name in ("auto", "1f1b"))
+    assert auto <= plain

@@ -210,14 +210,14 @@ def test_forward_alone_is_freed_before_backward() -> None:
 
 def test_kept_for_backward() -> None:
     """`regather: false` keeps what forward gathered while other stages run: traffic for memory."""
-    several = {value: scheduled(cut(sharded(3, **_regather(value)).body, 4), "bfs", 2) for value in (True, False)}
+    several = {value: scheduled(cut(sharded(4, **_regather(value)).body, 4), "bfs", 2) for value in (True, False)}
     assert max(gathers(several[True]).values()) == 2
     assert max(gathers(several[False]).values()) == 1
     assert sum(gathered(several[False])) < sum(gathered(several[True]))
     most = {value: memory(found).row("communication", 0).most for value, found in several.items()}
     assert most[False] > most[True]
-    inputs = unlayered(3)[1]
-    agree(several[False], inputs, unlayered(3)[2])
+    inputs = unlayered(4)[1]
+    agree(several[False], inputs, unlayered(4)[2])
 
 
 def _regather(value: bool) -> dict[str, Any]:

@@ -114,6 +114,21 @@ def rows(graph: Graph) -> set[int]:
     return found
 
 
+@pytest.mark.usefixtures("everything")
+@pytest.mark.parametrize(
+    ("tables", "padded"),
+    [
+        ({"memory": {0: 1e-9}}, True),
+        ({"memory": {0: 1e3}}, False),  # a copy takes longer than any product
+        ({"products": [{"dtypes": ["bfloat16"], "flops_per_second": 1e18}], "memory": {0: 1e-4}}, False),
+    ],
+    ids=["quick copies", "slow copies", "quick products"],
+)
+def test_the_tables_of_the_hardware_are_asked(tables: dict[str, Any], padded: bool) -> None:
+    program = compiled(Model(), BATCH, "dp=1", {"hardware": {**SLOW["hardware"], **tables}})
+    assert any(info(node).name.endswith(".even") for node in program.body.calls()) == padded
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.usefixtures("everything")
 @pytest.mark.parametrize("name", PLANS)

@@ -23,6 +23,7 @@ from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
 from shardc.passes.fusion.analysis.traffic import PRODUCTS, traffic
+from shardc.passes.fusion.clustering.memory_budget import allowed_peak
 from shardc.passes.fusion.fuse import fuse
 from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
@@ -54,7 +55,7 @@ def test_a_fused_program_is_the_single_device(name: str, spread: bool) -> None:
     body = fuse(program.body)
     assert not violations(body)
     assert fixed(body) == fixed(program.body)
-    assert memory(body).peak <= memory(program.body).peak
+    assert memory(body).peak <= allowed_peak(memory(program.body).peak)
     before, after = traffic(program.body), traffic(body)
     assert after.kernels < before.kernels / 3
     assert after.bytes < before.bytes / 2

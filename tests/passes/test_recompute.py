@@ -16,11 +16,13 @@ from torch import fx
 import shardc
 from shardc.cost.flops import COUNTS, flops
 from shardc.cost.memory import memory
-from shardc.ir.collectives import KINDS, human_bytes
-from shardc.ir.graph import Graph, Port, info, op_name, operands, producer
+from shardc.ir.collectives import KINDS, collective, human_bytes
+from shardc.ir.graph import Graph, Port, info, op_name, operands, producer, results, type_of
 from shardc.ir.storages import storages
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.memory.recompute_choice import Call, Storage, Tradeoff, cheapest, fewest_bytes, hull, nothing_again
+from shardc.passes.memory.rerun_cost import rerun_cost
+from shardc.plan.hardware import hardware
 from shardc.runtime.oracle.simulate import simulate
 from tests.handmade import mlp, mlp_inputs
 from tests.models.zoo import PLANS, make
@@ -200,6 +202,39 @@ def test_a_budget_is_kept_with_few_flops(shares: tuple[float, ...]) -> None:
     assert spent[0] == flops(none.body).total
     full = replanned(none, recompute="full")
     assert spent[shares.index(0.6)] < flops(full.body).total
+
+
+def test_calls_cost_what_the_hardware_says() -> None:
+    machine, body = hardware("h200"), mlp()
+    for node in body.calls():
+        moved = [*operands(node), *(v for v in results(node) if v is not None)]
+        memory_seconds = machine.memory_seconds(sum(type_of(v).local_bytes(body.mesh) for v in dict.fromkeys(moved)))
+        if op_name(node.target) == "mm":
+            (rows, depth), (_, columns) = (type_of(v).local_shape(body.mesh) for v in operands(node))
+            dtype = type_of(node).dtype
+            expected = max(memory_seconds, machine.product_seconds(1, rows, columns, depth, dtype))
+        elif (sent := collective(body, node)) is not None:
+            group = machine.group_of(body.mesh, sent.axes)
+            expected = machine.collective_seconds(sent.kind, sent.payload_bytes, group, graph=True)
+        else:
+            expected = memory_seconds
+        assert rerun_cost(body, node, machine) == max(1, round(expected * machine.bf16_flops_per_second))
+
+
+def test_a_budget_spends_time_and_not_flops() -> None:
+    """Where products are quick and memory is slow, products run again; the other way round, what memory bounds."""
+    arguments = (("layers", 4),)
+    _, _, held = plain("gpt2", arguments)
+    machines = {
+        "products": {"bf16_flops_per_second": 1e18, "fp32_flops_per_second": 1e18, "memory_bytes_per_second": 1e9},
+        "memory": {"bf16_flops_per_second": 1e9, "fp32_flops_per_second": 1e9, "memory_bytes_per_second": 1e15},
+    }
+    again: dict[str, int] = {}
+    for name, machine in machines.items():
+        program = compiled("gpt2", {"budget": int(0.6 * held)}, arguments, hardware=machine)
+        assert not [d for d in program.diagnostics if d.code == "SC214"]
+        again[name] = flops(program.body).total
+    assert again["memory"] < again["products"]
 
 
 def test_an_impossible_budget() -> None:

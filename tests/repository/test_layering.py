@@ -102,7 +102,8 @@ FLOORS: list[dict[str, str]] = [
             fusion.lowering.lowered_op fusion.lowering.lowering_cache fusion.lowering.padding fusion.lowering.quotients
             fusion.lowering.reductions fusion.lowering.softmaxes fusion.lowering.special fusion.lowering.unfused
             gemm_padding halo_rows infer_placement infer_types memory memory.recompute memory.recompute_choice
-            memory.recompute_liveness normalize normalize.decompositions normalize.decompositions.batch_norm
+            memory.recompute_liveness memory.rerun_cost normalize normalize.decompositions
+            normalize.decompositions.batch_norm
             normalize.decompositions.canonical normalize.decompositions.cross_entropy
             normalize.decompositions.embedding_bag normalize.decompositions.indexing normalize.decompositions.losses
             normalize.decompositions.masked_scatter normalize.decompositions.matmul normalize.decompositions.reductions
@@ -179,8 +180,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.explain": """
-            __init__ bottleneck collective fusion halo lock_report lockfile plan_edits provenance ring scaling transfer
-            unfused what_if
+            __init__ bottleneck collective fusion halo lock_report lockfile plan_edits predicted_program provenance ring
+            scaling transfer unfused what_if
         """,
     },
     {

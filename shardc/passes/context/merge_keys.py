@@ -20,6 +20,7 @@ chosen for each layer, and what each way costs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -109,33 +110,36 @@ class _Call:
     def costs(self) -> tuple[Cost, ...]:
         """Of each strategy."""
         if not self.rows:
-            return (self._all_gather(), self._merge(0, 0))
+            return (self._all_gather(), self._merge(()))
         others = Ways(self.graph, self.node, self.axes, self.hardware).costs()
         q, o = self._bytes(self.q), self._bytes(self.q) // self.q.shape[-1] * self.v.shape[-1]
-        moved = (q + bool(self.backward) * (q + 2 * o)) * (self.size - 1)  # q; in backward q, the result, its gradient
-        return (*others, self._merge(moved, 1 + 3 * bool(self.backward)))
+        return (*others, self._merge((q, q, o, o) if self.backward else (q,)))  # in backward the result's gradient, too
 
     def _all_gather(self) -> Cost:
         """Keys and values are sent in forward, and again in backward; what a rank computes is what all do."""
         runs = 2 if self.backward else 1
-        sent = runs * (self.size - 1) * (self._bytes(self.k) + self._bytes(self.v))
-        seconds = self._seconds(sent, 2 * runs) + (self.size - 1) * self._products()
-        return Cost("all_gather", sent, _micro(seconds))
+        sizes = [self._bytes(self.k), self._bytes(self.v)] * runs
+        seconds = sum(self._moved("all_gather", self.size * size) for size in sizes)
+        return Cost("all_gather", (self.size - 1) * sum(sizes), _micro(seconds + (self.size - 1) * self._products()))
 
-    def _merge(self, moved: int, starts: int) -> Cost:
+    def _merge(self, moved: Sequence[int]) -> Cost:
         """The log-sums are gathered, and the result, and in backward the gradient of the queries, all-reduced; or
-        reduce-scattered, where rows lie over the axes and are `moved`."""
-        whole = self._without(self.q)
+        reduce-scattered, where rows lie over the axes and what they consist of, `moved`, is gathered."""
+        whole, others = self._without(self.q), self.size - 1
         rows = math.prod(whole.local_shape(self.mesh)[:-1])
-        number = wide(self.q.dtype).itemsize
-        reduced = rows * self.v.shape[-1] * number + (self._bytes(whole) if self.backward else 0)
-        sent = (self.size - 1) * rows * number + (1 if self.rows else 2) * (self.size - 1) * reduced // self.size
-        starts += 3 if self.backward else 2
-        output = rows * self.v.shape[-1] * number
-        more = (self.size - 1) * output - 2 * (self.size - 1) * output // self.size
+        sums = rows * wide(self.q.dtype).itemsize
+        output = sums * self.v.shape[-1]
+        reduced = [output, self._bytes(whole)][: 1 + bool(self.backward)]
+        kind, passes = ("reduce_scatter", 1) if self.rows else ("all_reduce", 2)
+        seconds = sum(self._moved(kind, size) for size in reduced)
+        seconds += sum(self._moved("all_gather", self.size * size) for size in (sums, *moved))
+        sent = others * sums + passes * others * sum(reduced) // self.size + others * sum(moved)
+        more = others * output - 2 * others * output // self.size
         if not self.rows and more <= self.hardware.start_bytes(self.axes):  # as `pack_parts` does
-            sent, starts = sent + more, starts - 1
-        return Cost("merge", sent + moved, _micro(self._seconds(sent + moved, starts)))
+            sent += more
+            seconds -= self._moved("all_gather", self.size * sums) + self._moved("all_reduce", output)
+            seconds += self._moved("all_gather", self.size * (sums + output))
+        return Cost("merge", sent, _micro(seconds))
 
     def _without(self, type: TensorType) -> TensorType:
         return type.place([tuple(a for a in axes if a not in self.axes) for axes in type.placement])
@@ -143,15 +147,25 @@ class _Call:
     def _bytes(self, type: TensorType) -> int:
         return type.local_bytes(self.mesh)
 
-    def _seconds(self, sent: int, starts: int) -> float:
-        return sent / self.hardware.bytes_per_second(self.axes) + starts * self.hardware.collective_start_seconds
+    def _moved(self, kind: str, size: int) -> float:
+        """Seconds of a collective along the keys' axes; `size` as `Hardware.collective_seconds` has it."""
+        return self.hardware.collective_seconds(kind, size, self.hardware.group_of(self.mesh, self.axes))
 
     def _products(self) -> float:
         """Seconds that the products of a rank's keys take."""
-        pairs = math.prod(self.q.local_shape(self.mesh)[:-1]) * self.k.local_shape(self.mesh)[-2]
-        operations = 2 * pairs * (self.q.shape[-1] + self.v.shape[-1]) * (0.5 if self.args["causal"] else 1)
-        rate = self.hardware.bf16_flops_per_second / max(1, self.hardware.bf16_flops(1, self.q.dtype))
-        return operations / rate * (1 + BACKWARD * bool(self.backward))
+        keys, width = self.k.local_shape(self.mesh)[-2], self.q.shape[-1]
+        pairs = math.prod(self.q.local_shape(self.mesh)[:-1]) * keys
+        flops = 2 * pairs * (width + self.v.shape[-1]) * (0.5 if self.args["causal"] else 1)
+        return sum(
+            self.hardware.attention_seconds(
+                round(flops * (BACKWARD if backward else 1)),
+                self.q.dtype,
+                backward=backward,
+                sequence=self.k.shape[-2],
+                width=width,
+            )
+            for backward in (False, True)[: 1 + bool(self.backward)]
+        )
 
     # ------------------------------------------------------------------ what is done
     def take(self) -> None:

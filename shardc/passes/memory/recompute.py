@@ -11,7 +11,8 @@ it. Kept are in any case inputs, outputs, and what passes from one segment to an
     full        a layer keeps its inputs; all else is made again (without layers, the whole forward)
     selective   products with weights are kept, cheap calls run again: pointwise, norms, softmax, dropout, and
                 attention where recomputing it is bound by memory, not arithmetic
-    budget      as little runs again as brings the peak of live activations under so many bytes a rank
+    budget      what takes the least time to run again, by the hardware's account (`rerun_cost`), and brings the peak of
+                live activations under so many bytes a rank
 
 A collective runs again only under `collectives`, and so does attention in a ring, which passes keys on. But where
 backward gathers the same value anyway (ZeRO-3's weights, sequence parallelism), that gather serves both. In all modes a
@@ -20,7 +21,6 @@ minimum cut says which values are kept.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from shardc.cost.flops import PRODUCTS, node_flops
+from shardc.cost.flops import PRODUCTS
 from shardc.cost.memory import memory
 from shardc.ir.collectives import collective, human_bytes
 from shardc.ir.diagnostic import Diagnostic
@@ -50,10 +50,11 @@ from shardc.ir.ops.attention_keys import SDPA_KEYS
 from shardc.ir.ops.attention_rows import SDPA_RING
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.provenance import Derivation
-from shardc.ir.schema import given, schema_of
+from shardc.ir.schema import schema_of
 from shardc.passes.base import Pass
 from shardc.passes.memory.recompute_choice import Call, Choice, Storage, Tradeoff, fewest_bytes, within
 from shardc.passes.memory.recompute_liveness import Step, activation_bytes, is_view, kept_anyway, live_bytes, owners
+from shardc.passes.memory.rerun_cost import attention_is_light, rerun_cost
 
 Mode = Literal["none", "full", "selective", "budget"]
 
@@ -122,24 +123,26 @@ class Recompute(Pass):
         return Tradeoff(tuple(priced_calls), storages), storage_values
 
     def _price(self, forward: _Forward, call: fx.Node, segment: str) -> int | None:
-        """FLOPs of running a call again; None if it may not."""
+        """What running a call again costs (`rerun_cost`); None if it may not."""
         if call in forward.twins:
             return 0
         if torch.Tag.nondeterministic_seeded in call.target.tags or schema_of(call.target).is_mutable:  # type: ignore[union-attr]
             return None
-        if call.target in COLLECTIVES:
-            sent = collective(forward.graph, call)
-            if sent is None or not self.collectives:
-                return None
-            return round(sent.bytes_per_rank * self.hardware.flops_per_sent_byte(sent.axes))
-        if call.target is SDPA_KEYS and not self.collectives:  # its log-sums are gathered
+        sends = call.target in COLLECTIVES or call.target in (SDPA_RING, SDPA_KEYS)  # log-sums of keys are gathered
+        if sends and (not self.collectives or (call.target in COLLECTIVES and not collective(forward.graph, call))):
             return None
+        if call.target in COLLECTIVES:
+            return rerun_cost(forward.graph, call, self.hardware)
         if self.mode == "full" and not segment and len(forward.segments) > 1:
             return None
-        work = _work(forward.graph, call, self.hardware)
-        if call.target is SDPA_RING:
-            return work + _passing(forward.graph, call, self.hardware) if self.collectives else None
-        return work if self.mode != "selective" or _cheap(forward.graph, call, work, self.hardware) else None
+        if self.mode == "selective" and call.target is not SDPA_RING and not self._cheap(forward.graph, call):
+            return None
+        return rerun_cost(forward.graph, call, self.hardware)
+
+    def _cheap(self, graph: Graph, call: fx.Node) -> bool:
+        """Is running a call again bound by memory? Products with weights count as dear, whatever their size."""
+        op = op_name(call.target)
+        return attention_is_light(graph, call, self.hardware) if op in ATTENTION else op not in PRODUCTS
 
     def _too_much(self, peak: int) -> Diagnostic:
         message = (
@@ -149,30 +152,6 @@ class Recompute(Pass):
         more = "" if self.collectives else ", or allow collectives to be recomputed (recompute: {collectives: true})"
         hint = f"use smaller batches, shard activations over more axes{more}"
         return Diagnostic("SC214", message, "warning", hint=hint)
-
-
-def _work(graph: Graph, call: fx.Node, hardware: Hardware) -> int:
-    """FLOPs of a product, as of 16 bits; of anything else one for each element it makes: little, but not nothing."""
-    result_types = [type_of(v) for v in results(call) if v is not None]
-    flops = hardware.bf16_flops(node_flops(graph, call), result_types[0].dtype) if result_types else 0
-    return flops or sum(math.prod(type.local_shape(graph.mesh)) for type in result_types)
-
-
-def _passing(graph: Graph, call: fx.Node, hardware: Hardware) -> int:
-    """FLOPs that are worth as much as passing the keys and values of a ring to all of its ranks."""
-    keys, values = (type_of(given(call)[name]) for name in ("k", "v"))
-    axes = tuple(axis for atom in keys.dims[-2] for axis in atom.axes)
-    sent = (graph.mesh.size(axes) - 1) * (keys.local_bytes(graph.mesh) + values.local_bytes(graph.mesh))
-    return round(sent * hardware.flops_per_sent_byte(axes))
-
-
-def _cheap(graph: Graph, call: fx.Node, work: int, hardware: Hardware) -> bool:
-    """Is running a call again bound by memory? Products with weights count as dear, whatever their size."""
-    op = op_name(call.target)
-    if op not in ATTENTION:
-        return op not in PRODUCTS
-    written = sum(type_of(v).local_bytes(graph.mesh) for v in results(call) if v is not None)
-    return work <= hardware.flops_per_memory_byte * written
 
 
 @dataclass

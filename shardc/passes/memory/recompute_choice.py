@@ -1,9 +1,9 @@
 """What to keep for backward and what to compute again: a minimum cut, and a knapsack over many of them.
 
 A `Tradeoff` is one segment of the forward (a layer): calls, the storages they make, and which storages backward
-reads. Every storage that backward needs is either kept, at its bytes, or its call is run again, at its FLOPs, from
-operands that are kept or computed again in turn. For a price of one FLOP in bytes, the cheapest choice is a
-minimum cut between what exists (source) and what backward reads (sink):
+reads. Every storage that backward needs is either kept, at its bytes, or its call is run again, at its cost in FLOPs
+(those of products that take as long), from operands that are kept or computed again in turn. For a price of one FLOP
+in bytes, the cheapest choice is a minimum cut between what exists (source) and what backward reads (sink):
 
     source --price * FLOPs--> call --> made --bytes--> kept --> calls that read it, backward (sink)
 

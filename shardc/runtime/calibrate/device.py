@@ -1,16 +1,22 @@
-"""Rows of what one device takes: products, elementwise kernels, attention, launches."""
+"""Rows of what one device takes: products, elementwise kernels, attention, launches.
+
+On a CPU calls are measured as a step makes them: results are allocated, operands come from memory and not from a cache
+that the call before has filled, and attention is the definition (`ir.ops.attention`), which CPUs compute.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from shardc.runtime.calibrate.timing import Times, coarse_first, replayed, timed
+from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.runtime.calibrate.timing import Call, Times, coarse_first, replayed, timed
 
 Shape = tuple[int, int, int, int]  # batch, rows, columns, depth
 # Cubes; each of rows, columns and depth small in turn; batches as attention's; odd sizes.
@@ -32,8 +38,9 @@ DTYPES = {
 }
 CPU_MOVED = [2**n for n in range(14, 28, 2)]
 GPU_MOVED = [2**n for n in range(20, 33)]
+MOST_OPERANDS, ALL_OPERANDS = 16, 2**26  # of an elementwise call on a CPU, and bytes of all of them
 # Batch, heads, sequence, width of a head; causal.
-CPU_ATTENTION = ((1, 4, 64, 32), (2, 4, 128, 32), (2, 8, 256, 32), (1, 4, 512, 64))
+CPU_ATTENTION = ((1, 4, 64, 32), (16, 8, 128, 64), (2, 8, 256, 64), (1, 4, 512, 64))
 GPU_ATTENTION = (
     *((1, 16, 2048, 128), (4, 8, 2048, 128), (4, 16, 2048, 128), (4, 32, 2048, 128), (2, 8, 4096, 128)),
     *((2, 32, 4096, 128), (1, 8, 8192, 128), (1, 32, 8192, 128)),
@@ -76,9 +83,25 @@ def products(device: str, seconds: float) -> Iterator[dict[str, Any]]:
 def elementwise(device: str, seconds: float) -> Iterator[dict[str, Any]]:
     moved = GPU_MOVED if device == "cuda" else CPU_MOVED
     for size, budget in _shared(coarse_first(moved), seconds):
-        x = torch.ones(size // 8, device=device)
-        times = on_device(_bound(torch.neg, x, out=torch.empty_like(x)), budget, device)
+        if device == "cpu":
+            call = _from_memory(size)
+        else:
+            x = torch.ones(size // 8, device=device)
+            call = _bound(torch.neg, x, out=torch.empty_like(x))
+        times = on_device(call, budget, device)
         yield {"kind": "ceiling", "how": "neg", "mib": size / 2**20, **times.row(1e-3, "ms")}
+
+
+def _from_memory(size: int) -> Call:
+    """A call on one operand after another, whose results are kept for a while, as backward's are."""
+    operands = [torch.ones(size // 8) for _ in range(max(2, min(MOST_OPERANDS, ALL_OPERANDS // size)))]
+    turns, kept = cycle(range(len(operands))), [torch.empty(0)] * len(operands)
+
+    def call() -> None:
+        turn = next(turns)
+        kept[turn] = torch.neg(operands[turn])
+
+    return call
 
 
 def attention(device: str, seconds: float) -> Iterator[dict[str, Any]]:
@@ -88,18 +111,18 @@ def attention(device: str, seconds: float) -> Iterator[dict[str, Any]]:
     wanted = [(name, shape) for shape in shapes for name in backends]
     for (name, (batch, heads, sequence, width)), budget in _shared(coarse_first(wanted), seconds):
         shape = (batch, heads, sequence, width)
-        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=device == "cuda") for _ in range(3))
         gradient = torch.randn(shape, device=device, dtype=dtype)
 
-        def forward(
-            q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, backend: Any = backends[name]
-        ) -> torch.Tensor:
+        def forward(of: Any = (q, k, v), backend: Any = backends[name]) -> Any:
             if backend is None:
-                return scaled_dot_product_attention(q, k, v, is_causal=True)
+                return SDPA(*of, None, True, None, False)
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(q, k, v, is_causal=True)
+                return scaled_dot_product_attention(*of, is_causal=True)
 
         def both(forward: Any = forward, of: Any = (q, k, v), gradient: torch.Tensor = gradient) -> Any:
+            if device == "cpu":
+                return SDPA_BWD(gradient, *of, None, *forward(), True, None, False, False)
             return torch.autograd.grad(forward(), of, gradient)
 
         try:
