@@ -31,6 +31,7 @@ from shardc.ir.blocks import Blocks, truncated, zigzag
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.attention_window import window_of
 from shardc.ir.ops.mirror import MIRROR
 from shardc.ir.ops.running_sum import RUNNING_SUM
 from shardc.ir.ops.scan import SCAN
@@ -87,7 +88,9 @@ class FindSequences(Pass):
         if not known:
             return graph
         _reversed_sums(graph)
-        wanted = self.balance == "zigzag" or (self.balance == "auto" and any(map(_is_causal, graph.calls())))
+        ranks = max(s.ranks for s, _ in known)
+        lopsided = self.balance == "auto" and any(_is_lopsided(node, ranks) for node in graph.calls())
+        wanted = self.balance == "zigzag" or lopsided
         if not (wanted or any(node.target in {*MOVES, *_SUMS, *_PICKS, SCAN} for node in graph.calls())):
             return graph
         classes = _Classes(graph)
@@ -108,12 +111,14 @@ class FindSequences(Pass):
         return graph
 
 
-def _is_causal(node: fx.Node) -> bool:
-    """Do later rows of attention have more to do than earlier ones? With a short window all have the same."""
-    if node.target not in (SDPA, SDPA_BWD) or not given(node)["causal"]:
-        return False
-    window = given(node).get("window", 0)
-    return not window or 2 * window > type_of(given(node)["k"]).shape[-2]
+def _is_lopsided(node: fx.Node, ranks: int) -> bool:
+    """Has a rank of attention so much more to do than others that a zigzag is worth what it sends more? Where all rows
+    up to a row's own are seen, always."""
+    args = given(node) if node.target in (SDPA, SDPA_BWD) else {}
+    window = window_of(args.get("window", ()))
+    if window is None:
+        return bool(args.get("causal"))
+    return window.worth_a_zigzag(type_of(args["k"]).shape[-2], ranks)
 
 
 def _type(slot: Slot) -> TensorType:
@@ -313,7 +318,7 @@ class _Family:
                 atoms = {root: self._atom(balanced, length) for root, length in self.lengths.items()}
                 self._place(places, atoms | {root: zigzag(n, axis, first.ranks) for root, n in chunks.items()})
                 why = self._refused(places)
-                if not why and (self.balance == "zigzag" or any(map(self._is_causal_along, self._calls(places)))):
+                if not why and (self.balance == "zigzag" or any(map(self._is_lopsided_along, self._calls(places)))):
                     return "zigzag"
             if why and self.balance == "zigzag" and not first.of_chunks:
                 message = f"the rows of {first.text or first.port} are not in zigzag: {why}"
@@ -367,9 +372,9 @@ class _Family:
                         seen.add(node)
                         yield node
 
-    def _is_causal_along(self, node: fx.Node) -> bool:
+    def _is_lopsided_along(self, node: fx.Node) -> bool:
         """Is it causal attention whose rows are the sequence, and not its batch or its heads?"""
-        if not _is_causal(node):
+        if not _is_lopsided(node, next(iter(self.roots.values())).ranks):
             return False
         q = given(node)["q"]
         first = sum(map(len, type_of(q).dims[:-2]))
