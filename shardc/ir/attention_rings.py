@@ -36,6 +36,7 @@ from shardc.ir.ops.attention_rows import (
     SUM_KEYS,
     reach,
 )
+from shardc.ir.ops.attention_window import window_fault
 from shardc.ir.schema import given
 from shardc.ir.types import Axes
 
@@ -78,6 +79,8 @@ def ring_faults(node: fx.Node, mesh: Mesh) -> list[str]:
     step, axes = args["step"], mesh.resolve(args["axes"])
     if step == ALL_KEYS:
         return []
+    if wrong := window_fault(args.get("window", ())):
+        return [wrong]
     order = _order(node, axes, mesh)
     if step not in order:
         return [f"is step {step} of a ring of {order}"]
@@ -117,6 +120,7 @@ def _came(value: fx.Node, node: fx.Node, axes: Axes, mesh: Mesh) -> tuple[fx.Nod
     want = (given(node)["rows"], axes, [*window])
     places = way.get("places", 1)
     fits = (said["rows"], mesh.resolve(said["axes"]), [*said["window"]]) == want and mesh.resolve(way["axes"]) == axes
+    fits = fits and reach(said["rows"], axes, window, mesh).get(places) == said["length"]
     return said["x"], places if fits and said["places"] == places else -1
 
 

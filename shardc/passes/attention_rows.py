@@ -34,6 +34,7 @@ from shardc.ir.ops.attention_rows import (
     SDPA_ROWS_BWD,
     reach,
 )
+from shardc.ir.ops.attention_window import window_fault
 from shardc.ir.schema import given
 from shardc.ir.types import Axes, TensorType
 from shardc.rules.attention_rows import implied, keys_are_rows, rows_text
@@ -53,6 +54,8 @@ def uncounted(node: fx.Node) -> list[str]:
         return ["is not what a rank runs: it says how attention is to be divided"]
     args = given(node)
     axes = [axis for atom in type_of(args["q"]).dims[-2] for axis in atom.axes]
+    if wrong := window_fault(args.get("window", ())):
+        return [wrong]
     return [f"counts its rows from 0, and they lie over {'.'.join(axes)}"] if implied(args) and axes else []
 
 
@@ -70,6 +73,8 @@ def moved_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
 def _reach_fault(type: TensorType, args: Mapping[str, Any], mesh: Mesh) -> str | None:
     """What is wrong with keys of which a window reaches some, as a call tells it."""
     axes, rows = mesh.resolve(args["axes"]), type.dims[-2]
+    if wrong := window_fault(args["window"]):
+        return wrong
     if not rows or rows[0].axes != axes or any(atom.axes for atom in rows[1:]) or not axes or not args["window"]:
         return f"takes keys to lie over {'.'.join(axes)}, in {type}"
     return None if rows_text(rows) == args["rows"] else f"takes its keys to be {args['rows']}, in {type}"
@@ -118,6 +123,8 @@ def rows_faults(node: fx.Node, mesh: Mesh) -> list[str]:
         return [f"takes rows to lie over {'.'.join(axes)}, in {type_of(args['q'])}"]
     if rows_text(rows) != args["rows"]:
         return [f"takes its rows to be {args['rows']}, in {type_of(args['q'])}"]
+    if wrong := window_fault(args.get("window", ())):
+        return [wrong]
     so_far = [args[name] for name in SO_FAR[node.target]]
     keys = [type_of(args[name]).dims[-2] for name in ("k", "v")]
     if step == ALL_KEYS:

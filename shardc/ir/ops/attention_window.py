@@ -85,16 +85,6 @@ class Window(NamedTuple):
         """How many of these rows and keys see each other."""
         return _pairs(self, rows, keys, offset)
 
-    def worth_a_zigzag(self, length: int, ranks: int) -> bool:
-        """Does the rank that has most of the rows and keys that see each other have a third more in one run than in a
-        zigzag? Of a long sequence, by some of its rows."""
-        blocks = [0] * (2 * ranks)
-        for row in range(0, length, max(1, length // 4096)):
-            low, high = self.keys(row, row + 1)
-            blocks[row * 2 * ranks // length] += max(0, min(high, length) - max(low, 0))
-        plain = max(blocks[2 * r] + blocks[2 * r + 1] for r in range(ranks))
-        return 3 * plain > 4 * max(blocks[r] + blocks[-1 - r] for r in range(ranks))
-
     def __str__(self) -> str:
         """What rows see, in words."""
         if self.first > 0 or self.last < 0:
@@ -112,6 +102,19 @@ class Window(NamedTuple):
 def window_of(said: Sequence[int]) -> Window | None:
     """What a call says; None where it says nothing."""
     return Window(*said) if said else None
+
+
+def window_fault(said: Sequence[int]) -> str:
+    """Why numbers are no window; nothing of one, and where there are none."""
+    if not said:
+        return ""
+    if not 2 <= len(said) <= len(Window._fields):
+        return f"has a window of {len(said)} numbers"
+    window = Window(*said)
+    chunks = window.chunk > 0 and 0 <= window.shift < window.chunk and -window.earlier <= window.later
+    if window.first > window.last or not (chunks or window == Window(window.first, window.last)):
+        return f"has {list(said)} as its window, in which no row sees a key"
+    return ""
 
 
 @lru_cache(maxsize=8192)

@@ -30,8 +30,7 @@ from torch import fx
 from shardc.ir.blocks import Blocks, truncated, zigzag
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
-from shardc.ir.ops.attention import SDPA, SDPA_BWD
-from shardc.ir.ops.attention_window import window_of
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.mirror import MIRROR
 from shardc.ir.ops.running_sum import RUNNING_SUM
 from shardc.ir.ops.scan import SCAN
@@ -40,6 +39,7 @@ from shardc.ir.schema import given
 from shardc.ir.types import Atom, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.atomize import linked_gradients
+from shardc.passes.sharding.balance import worth_a_zigzag
 from shardc.passes.sharding.divide_scans import divide_scans
 from shardc.passes.sharding.row_moves import (
     GRADIENTS_OF_PICKS,
@@ -81,6 +81,7 @@ class FindSequences(Pass):
 
     sequences: tuple[ShardedSequence, ...] = ()
     balance: Balance = "none"
+    hardware: Hardware = DEFAULT
 
     def run(self, graph: Graph) -> Graph:
         ports = {p.name: n for p, n in zip(graph.inputs, graph.placeholders, strict=True)}
@@ -88,9 +89,9 @@ class FindSequences(Pass):
         if not known:
             return graph
         _reversed_sums(graph)
-        ranks = max(s.ranks for s, _ in known)
-        lopsided = self.balance == "auto" and any(_is_lopsided(node, ranks) for node in graph.calls())
-        wanted = self.balance == "zigzag" or lopsided
+        axes = dict.fromkeys(s.axis for s, _ in known) if self.balance == "auto" else {}
+        worth = (worth_a_zigzag(node, axis, graph.mesh, self.hardware) for axis in axes for node in graph.calls())
+        wanted = self.balance == "zigzag" or any(worth)
         if not (wanted or any(node.target in {*MOVES, *_SUMS, *_PICKS, SCAN} for node in graph.calls())):
             return graph
         classes = _Classes(graph)
@@ -103,22 +104,12 @@ class FindSequences(Pass):
                 found, balance = todo.pop()
                 roots = {root: s for root, s in found.items() if root not in done}  # chunks may be an input's rows too
                 if roots:
-                    family = _Family(graph, classes, roots, balance)
+                    family = _Family(graph, classes, roots, balance, self.hardware)
                     laid = family.write()
                     done |= {*family.lengths}
                     todo.append((roots, balance))
                     todo.append((family.of_chunks(), laid))
         return graph
-
-
-def _is_lopsided(node: fx.Node, ranks: int) -> bool:
-    """Has a rank of attention so much more to do than others that a zigzag is worth what it sends more? Where all rows
-    up to a row's own are seen, always."""
-    args = given(node) if node.target in (SDPA, SDPA_BWD) else {}
-    window = window_of(args.get("window", ()))
-    if window is None:
-        return bool(args.get("causal"))
-    return window.worth_a_zigzag(type_of(args["k"]).shape[-2], ranks)
 
 
 def _type(slot: Slot) -> TensorType:
@@ -221,6 +212,7 @@ class _Family:
     classes: _Classes
     roots: dict[Place, ShardedSequence]
     balance: Balance
+    hardware: Hardware
     moves: dict[fx.Node, Move] = field(default_factory=dict[fx.Node, Move])
     lengths: dict[Place, int] = field(default_factory=dict[Place, int])
 
@@ -374,7 +366,8 @@ class _Family:
 
     def _is_lopsided_along(self, node: fx.Node) -> bool:
         """Is it causal attention whose rows are the sequence, and not its batch or its heads?"""
-        if not _is_lopsided(node, next(iter(self.roots.values())).ranks):
+        axis = next(iter(self.roots.values())).axis
+        if not worth_a_zigzag(node, axis, self.graph.mesh, self.hardware):
             return False
         q = given(node)["q"]
         first = sum(map(len, type_of(q).dims[:-2]))
