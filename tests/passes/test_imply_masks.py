@@ -99,6 +99,11 @@ READ: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Any, bool]] = 
     "both ways, lowest": (
         lambda i, j, keep: torch.where((i - j).abs() <= 2, 0.0, torch.finfo(torch.float32).min), [-2, 2], False,
     ),
+    "one or the other": (lambda i, j, keep: windowed(i, j, keep) | ((i - j).abs() < 2), [-2, 1], False),
+    "one beside the other": (lambda i, j, keep: (i - j == 1) | (i == j) | (j == i + 1), [-1, 1], False),
+    "none, or a window": (
+        lambda i, j, keep: torch.zeros(LENGTH, LENGTH).bool() | ((i - j).abs() < 3), [-2, 2], False,
+    ),
     "ahead": (lambda i, j, keep: j >= i, [0, LENGTH - 1], False),
     "one ahead": (lambda i, j, keep: j <= i + 1, [1 - LENGTH, 1], False),
     "not its own": (lambda i, j, keep: j < i, [1 - LENGTH, -1], False),
@@ -144,6 +149,10 @@ READ: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Any, bool]] = 
 WHOLE = ("behind, and more", "chunks of two sizes", "chunks that begin elsewhere", "chunks behind padding")
 LEFT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "either": lambda i, j, keep: (j <= i) | (j < 3),
+    "one or the other, with a hole": lambda i, j, keep: (i == j) | (i - j == 2),
+    "one, or what the batch says": lambda i, j, keep: (i == j) | keep[:, None, None, :],
+    "a window or a chunk": lambda i, j, keep: (i // 4 == j // 4) | ((i - j).abs() < 2),
+    "none at all": lambda i, j, keep: torch.zeros(LENGTH, LENGTH).bool() & (i >= j),
     "every other": lambda i, j, keep: 2 * j <= i,
     "of the batch": lambda i, j, keep: keep[:, None, None, :] & (i >= 0),
     "lowest with padding": lambda i, j, keep: torch.where(

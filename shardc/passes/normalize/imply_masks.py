@@ -61,7 +61,7 @@ def _imply(emit: Emit, positions: Positions, node: fx.Node) -> None:
     if mask is None or rows != keys or rows < 2 or args.get("need_mask") or args.get("window"):
         return
     seen = positions.seen(mask)
-    if seen is None or (seen.lowest and seen.parts):
+    if seen is None or seen.first > seen.last or (seen.lowest and seen.parts):
         return
     if args["causal"]:
         seen = seen & Seen(last=0)

@@ -72,6 +72,21 @@ class Seen:
             self.chunks + other.chunks,
         )
 
+    def either(self, other: Seen) -> Seen | None:
+        """What one of both lets a row see; None if that is no run of keys."""
+        both = (self, other)
+        for one, second in (both, both[::-1]):
+            if one.first > one.last:
+                return second
+            if one == Seen():
+                return one
+        if (
+            any(one.parts or one.chunks for one in both)
+            or max(self.first, other.first) > min(self.last, other.last) + 1
+        ):
+            return None
+        return Seen(min(self.first, other.first), max(self.last, other.last))
+
     def moved(self, part: Callable[[Part], Part]) -> Seen:
         """The same, of a view of the mask."""
         chunks = tuple(replace(each, part=part(each.part)) for each in self.chunks)
@@ -115,6 +130,10 @@ class Positions(Numbers):
         flags = all(isinstance(a, fx.Node) and type_of(a).dtype == torch.bool for a in args[:2])
         if target in (AND if positive else OR) and flags:
             return self._read(args[0], positive) & self._read(args[1], positive)  # type: ignore[arg-type]
+        if target in (OR if positive else AND) and flags:
+            either = self._read(args[0], positive).either(self._read(args[1], positive))  # type: ignore[arg-type]
+            if either is not None:
+                return either
         if target in COMPARED:
             how = COMPARED[target]
             hows = (HOLDS if positive else OPPOSITE).get(how, [])
@@ -133,8 +152,8 @@ class Positions(Numbers):
             if lower == positive:
                 return Seen(last=diagonal if lower else diagonal - 1)
             return Seen(first=diagonal if not lower else diagonal + 1)
-        if self.constant(mask) == int(positive):
-            return Seen()
+        if (known := self.constant(mask)) in (0, 1):
+            return Seen() if known == int(positive) else Seen(math.inf, -math.inf)
         moved = self._moved(mask, positive)
         return Seen(parts=(Part(mask, not positive),)) if moved is None else moved
 
