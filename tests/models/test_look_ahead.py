@@ -1,4 +1,7 @@
-"""Attention over an axis whose rows see by where keys are, ahead too or in chunks: sent and computed by reach."""
+"""Attention over an axis whose rows see by where keys are, ahead too or in chunks: sent and computed by reach.
+
+Longer than 400 lines: all kinds of windows go through the same few functions.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,7 @@ def test_a_rank_is_sent_what_its_rows_reach(window: Any, hops: list[int]) -> Non
     assert sent_keys(program, "fwd") == [KEY * rows for rows in hops for _ in range(2)]
     assert sum(sent_keys(program, "bwd")) == 2 * 2 * KEY * sum(hops)  # keys and values once more, and their gradients
     assert not [c for c in program.collectives() if c.kind in ("all_gather", "reduce_scatter")]
-    (said,) = program.plan["context"]
+    (said,) = program.plan.get("context", ())
     costs = {cost[0]: cost[1] for cost in said[3]}
     assert costs["ring"] == 3 * 2 * KEY * sum(hops)
     exact(program)
@@ -238,7 +241,8 @@ def test_auto_knows_what_is_sent() -> None:
     plan = {"mesh": "cp=8", "inputs": {"x": "-, cp, -"}}
     x = torch.empty(1, 2**15, 16, device="meta")
     for window, keys in (((-512, 256), 768), ((-(2**20), 0, 2**12), 0)):
-        (said,) = shardc.compile(Seeing(window, 8, 8, 128).to("meta"), x, plan=plan).plan["context"]
+        program = shardc.compile(Seeing(window, 8, 8, 128).to("meta"), x, plan=plan)
+        (said,) = program.plan.get("context", ())
         costs = {cost[0]: cost for cost in said[3]}
         assert said[2] == "ring"
         assert costs["ring"][1] == 3 * 2 * keys * 8 * 128 * 4
@@ -256,9 +260,8 @@ def model_of(name: str) -> nn.Module:
             name: small[name] for name in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
         }
         ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
-        config: Any = hf.ModernBertConfig(
-            **sizes, **ends, num_hidden_layers=3, local_attention=8, global_attn_every_n_layers=3
-        )
+        layers = {"num_hidden_layers": 3, "local_attention": 8, "global_attn_every_n_layers": 3}
+        config: Any = hf.ModernBertConfig(**sizes, **ends, **layers)
         return hf.ModernBertForMaskedLM(config)
     small |= {"num_hidden_layers": 3, "head_dim": 4, "intermediate_size_mlp": 24, "num_local_experts": 2}
     config = hf.Llama4TextConfig(

@@ -12,6 +12,7 @@ writes a rank's results, and gradients of its rows, in float32.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from torch import fx
 
@@ -51,9 +52,8 @@ def worth_a_zigzag(node: fx.Node, axis: str, mesh: Mesh, hardware: Hardware) -> 
 
     def seconds(pairs: float, rows: str) -> float:
         flops = 2 * math.prod(q.shape[:-2]) * width * pairs
-        about = {"sequence": length, "width": q.shape[-1]}
-        forward = hardware.attention_seconds(round(flops), q.dtype, **about)
-        backward = hardware.attention_seconds(round(BACKWARD * flops), q.dtype, backward=True, **about)
+        rate = partial(hardware.attention_seconds, dtype=q.dtype, sequence=length, width=q.shape[-1])
+        forward, backward = rate(round(flops)), rate(round(BACKWARD * flops), backward=True)
         hops = reach(rows, (axis,), window, mesh).values()
         sent = SENT * sum(hardware.collective_seconds("permute", n * key, group) for n in hops)
         return forward + backward + sent + len(hops) * hardware.memory_seconds(merged)
