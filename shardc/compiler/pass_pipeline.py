@@ -90,7 +90,7 @@ def body_passes(
         ),
         Atomize(tuple(cuts)),
         FindBlocks(tuple(sharded)),
-        FindSequences(tuple(sequences), options.context.balance),
+        FindSequences(tuple(sequences), options.context.balance, options.hardware),
         SeedAnnotations(tuple(bound)),
         Propagate(),
         SplitSoftmax(),

@@ -34,6 +34,7 @@ from shardc.ir.ops.attention_keys import part_tiles
 from shardc.ir.ops.attention_rows import tiles_at
 from shardc.ir.ops.attention_tiles import Tile
 from shardc.ir.ops.attention_tiles import pairs as pairs_of
+from shardc.ir.ops.attention_window import window_of
 from shardc.ir.ops.scan import sizes_of
 from shardc.ir.ops.scan_body import TIME, parse_body
 from shardc.ir.schema import given
@@ -47,10 +48,9 @@ def _attention(a: Arguments, of_keys: int, of_values: int) -> int:
     """So many products over the dim of q and k, and so many over that of v."""
     q, k, v = a["q"], a["k"], a["v"]
     width = of_keys * q[-1] + of_values * v[-1]
-    if window := a.get("window", 0):
-        window, keys = min(window, k[-2]), k[-2]
-        seen = (window * keys - window * (window - 1) // 2) * q[-2] // keys
-        return 2 * math.prod(q[:-2]) * seen * width
+    if window := window_of(a.get("window", ())):
+        keys = k[-2]
+        return 2 * math.prod(q[:-2]) * (window.pairs(keys, keys, 0) * q[-2] // keys) * width
     full = 2 * math.prod(q[:-1]) * k[-2] * width
     return full // 2 if a["causal"] else full
 
@@ -66,7 +66,7 @@ def _rows(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, coordinate: Ma
     has most."""
     axes = mesh.resolve(a["axes"])
     places = [coordinate] if coordinate is not None else [mesh.coordinate(r) for r in mesh.group_of(0, axes)]
-    window = a.get("window", 0)
+    window = a.get("window", ())
     told = (a["rows"], axes, a["step"], a["causal"], mesh)
     met = (tiles_at(*told, place, window, a.get("keys", ""))[0] for place in places)
     pairs = max(_pairs(tiles, window) for tiles in met)
@@ -78,14 +78,14 @@ def _part(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, coordinate: Ma
     lies = (a["rows"], mesh.resolve(a["row_axes"]), a["keys"], mesh.resolve(a["axes"]))
     axes = (*lies[1], *lies[3])
     places = [coordinate] if coordinate is not None else [mesh.coordinate(r) for r in mesh.group_of(0, axes)]
-    window = a.get("window", 0)
+    window = a.get("window", ())
     pairs = max(_pairs(part_tiles(*lies, a["causal"], mesh, place, window), window) for place in places)
     return math.prod(a["q"][:-2]) * pairs * (of_keys * a["q"][-1] + of_values * a["v"][-1])
 
 
-def _pairs(tiles: Sequence[Tile], window: int) -> int:
+def _pairs(tiles: Sequence[Tile], window: Sequence[int]) -> int:
     """Twice the rows and keys that meet."""
-    return round(sum(2 * pairs_of(tile, window) for tile in tiles))
+    return round(sum(2 * pairs_of(tile, bool(window)) for tile in tiles))
 
 
 # op -> products over the dim of q and k, and over that of v

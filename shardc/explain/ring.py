@@ -15,6 +15,7 @@ from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.ops.attention_keys import MERGE_LSE, MERGE_PARTS, SPLIT_PARTS, WEIGH_PART
 from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SDPA_ROWS_BWD, SUM_KEYS
+from shardc.ir.ops.attention_window import window_of
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
 
@@ -61,8 +62,8 @@ def ring_trails(graph: Graph, moved: fx.Node) -> list[Trail]:
         starts = [(key, atom) for atom in atoms if axis in type_of(key).placement[atom]]
         way = causes.way(starts, axis)
         cause = str(graph.seeds[way[0][0][0]].cause) if way else ""
-        window = given(call).get("window", 0)
-        seen = f"to the {window} up to their own" if window else "to all of it"
+        window = window_of(given(call).get("window", ()))
+        seen = f"to {window}" if window else "to all of it"
         why = f"dim {dim} of %{info(key).name} is sharded over {shown}, and rows attend {seen}"
         reads = "merges the softmax over each rank's keys" if merges else "reads the keys of one rank after another"
         reads = "reads those of other ranks that its window reaches" if window else reads

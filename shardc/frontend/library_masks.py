@@ -14,6 +14,7 @@ Positions that restart are of several sequences packed in a row, which do not se
 
 Of the first line the library is told so. Within a sequence positions count up by one, so that which of two is the later
 is a matter of their places, as it is without packing: masks say that, and stay recognisable as causal, or as windows.
+Chunks (Llama 4) count from where a sequence begins; that none reaches further than its size is said by places as well.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from shardc import torch_compat
 _SKIP, _TRACED = "_ignore_causal_mask_sdpa", "is_tracing"
 _FIND, _REMAP = "find_packed_sequence_indices", "remap_positions_for_packed_sequence"
 _WINDOW, _CAUSAL = "sliding_window_causal_mask_function", "causal_mask_function"
+_CHUNKS, _BOTH = "chunked_causal_mask_function", "and_masks"
 
 
 @contextmanager
@@ -65,12 +67,14 @@ def masks_as_eager(model: nn.Module) -> Generator[None]:
 def packed_as_eager() -> Generator[None]:
     """While a model is traced, packed sequences are those of positions that it is given."""
     library: Any = sys.modules.get("transformers.masking_utils")
-    known: list[Any] = [getattr(library, name, None) for name in (_FIND, _REMAP, _WINDOW, _CAUSAL)]
-    find, remap, window, causal = known
+    names = (_FIND, _REMAP, _WINDOW, _CAUSAL, _CHUNKS, _BOTH)
+    known: list[Any] = [getattr(library, name, None) for name in names]
+    find, remap, window, causal, chunks, both = known
     if find is None:
         yield
         return
     by_distance = [causal]  # masks that depend on nothing but how far two positions are apart
+    by_chunks = dict[Any, int]()  # masks of chunks, and the size of each
 
     def found(position_ids: Tensor) -> Tensor | None:
         return find(position_ids) if _is_given(position_ids) else None
@@ -79,11 +83,19 @@ def packed_as_eager() -> Generator[None]:
         by_distance.append(window(size))
         return by_distance[-1]
 
-    def remapped(mask: Any, position_ids: Tensor) -> Any:
-        return mask if mask in by_distance else remap(mask, position_ids)
+    def chunked(size: int, left_padding: Tensor) -> Any:
+        mask = chunks(size, left_padding)
+        by_chunks[mask] = size
+        return mask
 
-    patches = {_FIND: found, _REMAP: remapped, _WINDOW: windowed}
-    originals = {_FIND: find, _REMAP: remap, _WINDOW: window}
+    def remapped(mask: Any, position_ids: Tensor) -> Any:
+        if mask in by_distance:
+            return mask
+        moved = remap(mask, position_ids)
+        return both(window(by_chunks[mask]), moved) if mask in by_chunks and window and both else moved
+
+    patches = {_FIND: found, _REMAP: remapped, _WINDOW: windowed, _CHUNKS: chunked}
+    originals = {_FIND: find, _REMAP: remap, _WINDOW: window, _CHUNKS: chunks}
     patches = {name: patch for name, patch in patches.items() if originals[name] is not None}
     try:
         for name, patch in patches.items():

@@ -12,7 +12,7 @@ what has come from elsewhere that it lies as its owner has it, so nothing but a 
 
 Of a window, the steps are those of the ranks that it reaches, and each reads what has come from one of them alone:
 
-    %k.rows = reach_rows(%k, "16", [cp], window=3, places=1, length=2)
+    %k.rows = reach_rows(%k, "16", [cp], window=[-2, 0], places=1, length=2)
     %k.next = next_keys(%k.rows, [cp])
     %dk     = reach_sum([next_keys(%dk', [cp], -1), ..], ..)               read by the last step of backward
 """
@@ -36,6 +36,7 @@ from shardc.ir.ops.attention_rows import (
     SUM_KEYS,
     reach,
 )
+from shardc.ir.ops.attention_window import window_fault
 from shardc.ir.schema import given
 from shardc.ir.types import Axes
 
@@ -78,6 +79,8 @@ def ring_faults(node: fx.Node, mesh: Mesh) -> list[str]:
     step, axes = args["step"], mesh.resolve(args["axes"])
     if step == ALL_KEYS:
         return []
+    if wrong := window_fault(args.get("window", ())):
+        return [wrong]
     order = _order(node, axes, mesh)
     if step not in order:
         return [f"is step {step} of a ring of {order}"]
@@ -100,23 +103,24 @@ def ring_faults(node: fx.Node, mesh: Mesh) -> list[str]:
 def _order(node: fx.Node, axes: Axes, mesh: Mesh) -> list[int]:
     """The steps of a ring."""
     args = given(node)
-    window = args.get("window", 0)
+    window = args.get("window", ())
     others = list(reach(args["rows"], axes, window, mesh)) if window else list(range(1, mesh.size(axes)))
     return [0, *others] if node.target is SDPA_ROWS else [*others, 0]
 
 
 def _came(value: fx.Node, node: fx.Node, axes: Axes, mesh: Mesh) -> tuple[fx.Node, int]:
     """Whose keys a value is, and how many places they have come."""
-    window = given(node).get("window", 0)
+    window = given(node).get("window", ())
     if not window:
         return _travelled(value, axes, mesh)
     sent = given(value)["x"] if value.target is NEXT_KEYS else value
     if sent.target is not REACH_ROWS:
         return value, 0 if sent is value else -1
     said, way = given(sent), given(value)
-    want = (given(node)["rows"], axes, window)
+    want = (given(node)["rows"], axes, [*window])
     places = way.get("places", 1)
-    fits = (said["rows"], mesh.resolve(said["axes"]), said["window"]) == want and mesh.resolve(way["axes"]) == axes
+    fits = (said["rows"], mesh.resolve(said["axes"]), [*said["window"]]) == want and mesh.resolve(way["axes"]) == axes
+    fits = fits and reach(said["rows"], axes, window, mesh).get(places) == said["length"]
     return said["x"], places if fits and said["places"] == places else -1
 
 
@@ -143,7 +147,7 @@ def _continues(
 ) -> list[str]:  # fmt: skip
     """What is wrong with the steps that a step continues."""
     args = given(node)
-    step, window = args["step"], args.get("window", 0)
+    step, window = args["step"], args.get("window", ())
     before = order[order.index(step) - 1]
     for i, value in enumerate(so_far):
         of_keys = node.target is SDPA_ROWS_BWD and i in (1, 2)
@@ -191,8 +195,8 @@ def _returned(
     if value is None or value.target is not REACH_SUM:
         return []
     said, args = given(value), given(node)
-    told = (said["rows"], mesh.resolve(said["axes"]), said["window"], list(said["places"]))
-    if told != (args["rows"], axes, args["window"], list(steps)) or len(said["parts"]) != len(steps):
+    told = (said["rows"], mesh.resolve(said["axes"]), [*said["window"]], list(said["places"]))
+    if told != (args["rows"], axes, [*args["window"]], list(steps)) or len(said["parts"]) != len(steps):
         return []
     for part, places in zip(said["parts"], steps, strict=True):
         way = given(part) if part.target is NEXT_KEYS else {}

@@ -16,9 +16,11 @@ from shardc.ir.blocks import Blocks
 from shardc.ir.graph import type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.attention_keys import SDPA_KEYS, SDPA_KEYS_BWD, SDPA_PART, SDPA_PART_BWD
+from shardc.ir.ops.attention_window import window_fault
 from shardc.ir.schema import given
 from shardc.ir.types import Dim, TensorType
 from shardc.rules.attention_keys import lies
+from shardc.rules.attention_rows import implied
 
 # What a call on a rank's keys stands for.
 STANDS_FOR: Mapping[Any, Any] = {SDPA_PART: SDPA_KEYS, SDPA_PART_BWD: SDPA_KEYS_BWD}
@@ -31,10 +33,12 @@ def keys_faults(node: fx.Node, result_types: Types, mesh: Mesh) -> list[str]:
     q, k, v = (type_of(args[name]) for name in ("q", "k", "v"))
     if k.dims[-2] != v.dims[-2]:
         return [f"has keys that lie as {k}, and values as {v}"]
-    for dim in (k.dims[-2], *([q.dims[-2]] if args["causal"] else [])):
+    if wrong := window_fault(args.get("window", ())):
+        return [wrong]
+    for dim in (k.dims[-2], *([q.dims[-2]] if implied(args) else [])):
         if wrong := _no_runs(dim):
             return [f"counts {wrong}"]
-    rows, row_axes, keys, axes = lies(q, k, args["causal"], mesh)
+    rows, row_axes, keys, axes = lies(q, k, implied(args), mesh)
     told = (args["rows"], mesh.resolve(args["row_axes"]), args["keys"], mesh.resolve(args["axes"]))
     if told != (rows, tuple(row_axes), keys, tuple(axes)):
         return [f"takes its rows to be {args['rows']} and its keys {args['keys']}, of {q} and {k}"]

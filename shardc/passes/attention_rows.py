@@ -34,9 +34,10 @@ from shardc.ir.ops.attention_rows import (
     SDPA_ROWS_BWD,
     reach,
 )
+from shardc.ir.ops.attention_window import window_fault
 from shardc.ir.schema import given
 from shardc.ir.types import Axes, TensorType
-from shardc.rules.attention_rows import keys_are_rows, rows_text
+from shardc.rules.attention_rows import implied, keys_are_rows, rows_text
 from shardc.rules.halo import with_rows
 
 Declared = Sequence[TensorType | None]
@@ -53,7 +54,9 @@ def uncounted(node: fx.Node) -> list[str]:
         return ["is not what a rank runs: it says how attention is to be divided"]
     args = given(node)
     axes = [axis for atom in type_of(args["q"]).dims[-2] for axis in atom.axes]
-    return [f"counts its rows from 0, and they lie over {'.'.join(axes)}"] if args["causal"] and axes else []
+    if wrong := window_fault(args.get("window", ())):
+        return [wrong]
+    return [f"counts its rows from 0, and they lie over {'.'.join(axes)}"] if implied(args) and axes else []
 
 
 def moved_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]:
@@ -70,7 +73,9 @@ def moved_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
 def _reach_fault(type: TensorType, args: Mapping[str, Any], mesh: Mesh) -> str | None:
     """What is wrong with keys of which a window reaches some, as a call tells it."""
     axes, rows = mesh.resolve(args["axes"]), type.dims[-2]
-    if not rows or rows[0].axes != axes or any(atom.axes for atom in rows[1:]) or not axes or args["window"] < 1:
+    if wrong := window_fault(args["window"]):
+        return wrong
+    if not rows or rows[0].axes != axes or any(atom.axes for atom in rows[1:]) or not axes or not args["window"]:
         return f"takes keys to lie over {'.'.join(axes)}, in {type}"
     return None if rows_text(rows) == args["rows"] else f"takes its keys to be {args['rows']}, in {type}"
 
@@ -118,6 +123,8 @@ def rows_faults(node: fx.Node, mesh: Mesh) -> list[str]:
         return [f"takes rows to lie over {'.'.join(axes)}, in {type_of(args['q'])}"]
     if rows_text(rows) != args["rows"]:
         return [f"takes its rows to be {args['rows']}, in {type_of(args['q'])}"]
+    if wrong := window_fault(args.get("window", ())):
+        return [wrong]
     so_far = [args[name] for name in SO_FAR[node.target]]
     keys = [type_of(args[name]).dims[-2] for name in ("k", "v")]
     if step == ALL_KEYS:
@@ -125,8 +132,8 @@ def rows_faults(node: fx.Node, mesh: Mesh) -> list[str]:
             return ["has all keys, and is a part of a ring"]
         length = int(Blocks.parse(args["rows"]))
         sizes = [type_of(args[name]).shape[-2] for name in ("k", "v")]
-        return [f"has {sizes[0]} keys, for {length} rows"] if args["causal"] and sizes != [length] * 2 else []
-    if args.get("window", 0) and step:
+        return [f"has {sizes[0]} keys, for {length} rows"] if implied(args) and sizes != [length] * 2 else []
+    if args.get("window") and step:
         length = reach(args["rows"], axes, args["window"], mesh).get(step, 0)
         some = with_rows(type_of(args["k"]), type_of(args["k"]).ndim - 2, length, axes, mesh).dims[-2]
         if keys != [some, some]:
@@ -148,7 +155,7 @@ def _other_keys_fault(args: Mapping[str, Any], axes: Axes) -> str:
         return f"takes keys to lie over {'.'.join(axes)}, in {k} and {v}"
     if rows_text(dim) != args["keys"]:
         return f"takes its keys to be {args['keys']}, in {k}"
-    if args.get("window", 0):
+    if args.get("window"):
         return "has a window, and other keys than its rows"
     return f"takes its keys for others, and they lie as {q}" if keys_are_rows(q, k) else ""
 
@@ -157,7 +164,7 @@ def own_keys(node: fx.Node, types: Sequence[TensorType | None], of: Sequence[str
     """The types of a call's operands or results, where those of a few keys of another rank, or of other keys than its
     rows, are as those of keys of a rank's own rows: so they are in the call that a step stands for."""
     args = given(node)
-    if not args.get("keys", "") and (not args.get("window", 0) or args["step"] <= 0):
+    if not args.get("keys", "") and (not args.get("window") or args["step"] <= 0):
         return tuple(types)
     rows = type_of(args["q"]).dims[-2]
     return tuple(

@@ -31,7 +31,7 @@ from shardc.ir.ops.attention_keys import (
 from shardc.ir.provenance import Derivation
 from shardc.ir.schema import given
 from shardc.ir.types import Axes, Dim, TensorType
-from shardc.rules.attention_rows import rows_text
+from shardc.rules.attention_rows import implied, rows_text
 from shardc.rules.attention_rows import unfit as unfit_rows
 from shardc.rules.local import LocalCall
 from shardc.rules.projection import Projection
@@ -52,11 +52,11 @@ def unfit(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh
     return wrong | unfit_rows(node, projection, split, mesh)
 
 
-def lies(q: TensorType, k: TensorType, causal: bool, mesh: Mesh) -> tuple[str, list[str], str, list[str]]:
+def lies(q: TensorType, k: TensorType, counted: bool, mesh: Mesh) -> tuple[str, list[str], str, list[str]]:
     """Rows and their axes, keys and theirs, as arguments of `sdpa_part`: where no mask is implied, a rank's rows are
     counted from 0."""
     rows, keys = q.dims[-2], k.dims[-2]
-    if not causal:
+    if not counted:
         return str(q.local_shape(mesh)[-2]), [], rows_text(keys), _axes(keys)
     return rows_text(rows), _axes(rows), rows_text(keys), _axes(keys)
 
@@ -65,15 +65,15 @@ def _axes(dim: Dim) -> list[str]:
     return [axis for atom in dim for axis in atom.axes]
 
 
-def _window(args: Mapping[str, Any]) -> list[int]:
-    return [args["window"]] if args["window"] else []
+def _window(args: Mapping[str, Any]) -> list[list[int]]:
+    return [list(args["window"])] if args.get("window") else []
 
 
 @by_block
 def by_keys(call: LocalCall) -> Any:
     """`sdpa_keys` on a rank's keys."""
     graph, node, args = call.graph, call.node, call.args
-    told = lies(call.operands[0], call.operands[1], args["causal"], graph.mesh)
+    told = lies(call.operands[0], call.operands[1], implied(args), graph.mesh)
     axes, window = tuple(told[-1]), _window(args)
     values = tuple(args[name] for name in ("q", "k", "v", "mask", "causal", "scale", "gqa"))
     types = tuple(pending(type, axes, SOFTMAX) for type in call.results)
@@ -97,6 +97,6 @@ def by_keys(call: LocalCall) -> Any:
 def backward_by_keys(call: LocalCall) -> Any:
     """The same of its backward."""
     args = call.args
-    told = lies(call.operands[1], call.operands[2], args["causal"], call.graph.mesh)
+    told = lies(call.operands[1], call.operands[2], implied(args), call.graph.mesh)
     values = tuple(args[name] for name in ("g", "q", "k", "v", "mask", "o", "lse", "causal", "scale", "gqa"))
     return SDPA_PART_BWD, (*values, args["need_mask"], *told, *_window(args)), {}

@@ -1,6 +1,6 @@
 """One rank's attention, where the rows of its sequence lie over axes: what `localize` makes of `sdpa` and its kin.
 
-    sdpa, sdpa_heads     causal     sdpa_rows(q, k, v, ...)                     a rank's rows, and all keys
+    sdpa, sdpa_heads     implied    sdpa_rows(q, k, v, ...)                     a rank's rows, and all keys
                          else       sdpa(q, k, v, ...)                          its rows are like any others
     sdpa_ring            forward    o, lse = sdpa_rows(q, k, v, step=0)         own keys
                                     k, v   = next_keys(k), next_keys(v)         while that is computed
@@ -74,20 +74,26 @@ def rows_text(dim: Dim) -> str:
     return str(Blocks(replace(block, unit=block.unit * inner) for block in parts))
 
 
+def implied(args: Mapping[str, Any]) -> bool:
+    """Is the mask of a call, or a part of it, one of positions, so that its rows are counted?"""
+    return bool(args["causal"] or args.get("window"))
+
+
 def keys_are_rows(q: Dims | TensorType, k: Dims | TensorType) -> bool:
     """Of a ring, are there as many keys as rows, and is neither or are both in blocks? Else only axes are the same."""
     return q.shape[-2] == k.shape[-2] and (q.ndim - 2 in q.in_blocks) == (k.ndim - 2 in k.in_blocks)
 
 
 def unfit(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh: Mesh) -> set[int]:
-    """Pieces of rows that axes cannot divide so: of a causal call or a ring any but the first; of a causal call that is
-    no ring, and has more keys than rows or fewer, all; of a call that divides heads along an axis, rows along that one.
+    """Pieces of rows that axes cannot divide so: of a call that counts its rows or a ring any but the first; of one
+    that counts them and is no ring, and has more keys than rows or fewer, all; of a call that divides heads along an
+    axis, rows along that one.
     """
     args, pieces = given(node), [piece for piece in row_pieces(projection) if split.get(piece)]
     ring = node.target in RINGS
-    if args["causal"] and not ring and type_of(args["q"]).shape[-2] != type_of(args["k"]).shape[-2]:
+    if implied(args) and not ring and type_of(args["q"]).shape[-2] != type_of(args["k"]).shape[-2]:
         return {*pieces}
-    others = {*pieces} - {*row_pieces(projection)[:1]} if args["causal"] or ring else set[int]()
+    others = {*pieces} - {*row_pieces(projection)[:1]} if implied(args) or ring else set[int]()
     return others | {piece for piece in pieces if {*split[piece]} & {*args.get("heads", ())}}
 
 
@@ -99,14 +105,14 @@ class _Rows:
         self.axes = tuple(axis for piece in row_pieces(call.projection) for axis in call.split.get(piece, ()))
         self.type = call.operands[q]
         self.ring = call.node.target in RINGS
-        self.text, self.window = rows_text(self.type.dims[-2]), call.args["window"]
+        self.text, self.window = rows_text(self.type.dims[-2]), list(call.args.get("window", ()))
         keys = call.operands[q + 1]
         # Of a ring with other keys than its rows, how these lie.
         self.keys = rows_text(keys.dims[-2]) if self.ring and not keys_are_rows(self.type, keys) else ""
 
     @property
     def by_rows(self) -> bool:
-        return bool(self.axes) and (self.ring or self.args["causal"])
+        return bool(self.axes) and (self.ring or implied(self.args))
 
     def told(self, step: int, last: bool) -> tuple[Any, ...]:
         more = [self.window, self.keys] if self.keys else [self.window] if self.window else []

@@ -135,8 +135,8 @@ def test_a_window_means_what_its_mask_does(dtype: torch.dtype, window: int, rows
     wants = reference_backward(wide[3], *wide[:3], mask, o, lse, False, None, True, False)[:3]
     device = [t.cuda() for t in (q, k, v, g)]
     told = keep.cuda() if padded else None
-    found, sums = SDPA(*device[:3], told, True, None, True, window)
-    back = SDPA_BWD(device[3], *device[:3], told, found, sums, True, None, True, False, window)
+    found, sums = SDPA(*device[:3], told, True, None, True, [1 - window, 0])
+    back = SDPA_BWD(device[3], *device[:3], told, found, sums, True, None, True, False, [1 - window, 0])
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     assert error(found, o) < tolerance
     for mine, want in zip(back[:3], wants, strict=True):

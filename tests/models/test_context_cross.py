@@ -232,7 +232,7 @@ MUTANTS: dict[str, Callable[[Program], None]] = {
     "other lengths": lambda p: _told(p, "keys", "13"),
     "in zigzag": lambda p: _told(p, "keys", "8|6~cp"),
     "as the rows": lambda p: _told(p, "keys", ""),
-    "with a window": lambda p: _told(p, "window", 3),
+    "with a window": lambda p: _told(p, "window", [-2, 0]),
     "another row": lambda p: _told(p, "rows", "14"),
 }
 

@@ -129,19 +129,26 @@ def test_heads_over_another_axis() -> None:
 
 
 class Windowed(Cross):
-    """Each row sees the three keys up to its own place."""
+    """Each row sees keys from so many places before its own to so many behind, and in chunks those of its own."""
+
+    window: tuple[int, ...] = (-2, 0)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
-        behind = torch.arange(x.shape[1])[:, None] - torch.arange(memory.shape[1])
-        return super().forward(x, memory, (behind >= 0) & (behind < 3))
+        row, key = torch.arange(x.shape[1])[:, None], torch.arange(memory.shape[1])
+        first, last, *chunk = self.window
+        seen = (key - row >= first) & (key - row <= last)
+        return super().forward(x, memory, seen & (row // chunk[0] == key // chunk[0]) if chunk else seen)
 
 
 @pytest.mark.parametrize("mesh", ["cp=4", "cp=2"])
+@pytest.mark.parametrize("window", [(-2, 0), (-2, 3), (2, 5), (-5, 0, 6), (-4, 4, 5)])
 @FORMS
-def test_a_window_of_keys(mesh: str, hardware: Any) -> None:
-    program = compiled(Windowed(), 17, 17, mesh, hardware=hardware)
+def test_a_window_of_keys(mesh: str, window: tuple[int, ...], hardware: Any) -> None:
+    model = Windowed()
+    model.window = window
+    program = compiled(model, 17, 17, mesh, hardware=hardware)
     parts = [node for node in program.body.calls() if node.target in (SDPA_PART, SDPA_PART_BWD)]
-    assert [given(node)["window"] for node in parts] == [3, 3]
+    assert [tuple(given(node)["window"]) for node in parts] == [window, window]
     exact(merged(program))
 
 

@@ -125,12 +125,12 @@ def test_reach_is_what_rows_see(length: int, window: int, ranks: int, balance: s
         most = 0
         for r in range(ranks):
             needs = {j for i in held[r] for j in range(max(0, i - window + 1), i)} & held[(r - places) % ranks]
-            parts = reached(rows, ("cp",), places, window, mesh, {"cp": r})
+            parts = reached(rows, ("cp",), places, [1 - window, 0], mesh, {"cp": r})
             known = {j for part in parts for j in range(part.start, part.start + part.extent)}
             assert known == needs
             assert before(("cp",), places, mesh, {"cp": r}) == {"cp": (r - places) % ranks}
             most = max(most, len(needs))
-        assert reach(rows, ("cp",), window, mesh).get(places, 0) == most
+        assert reach(rows, ("cp",), [1 - window, 0], mesh).get(places, 0) == most
 
 
 def test_what_a_window_hides_is_not_computed() -> None:
@@ -190,7 +190,7 @@ def _other_keys(program: Program) -> None:
 
 def _fewer(program: Program) -> None:
     for sent in calls(program.body, REACH_ROWS):
-        change(sent, window=given(sent)["window"] - 1)
+        change(sent, window=[given(sent)["window"][0] + 1, 0])
 
 
 def _missing(program: Program) -> None:
@@ -201,7 +201,7 @@ def _missing(program: Program) -> None:
 
 def _shorter(program: Program) -> None:
     for step in calls(program.body, SDPA_ROWS):
-        change(step, window=2)
+        change(step, window=[-1, 0])
 
 
 @pytest.mark.parametrize("mutate", [_wrong_way, _not_sent_back, _left_out, _other_keys, _fewer, _missing, _shorter])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import shardc
 from tests.models.test_context import Attention
 from tests.models.test_context_keys import Cross
+from tests.models.test_look_ahead import Seeing
 
 STRATEGIES = ("auto", "all_gather", "ring", "all_to_all", "hierarchical")
 MESHES = {"cp=2": "cp", "cp=3": "cp", "cp=4": "cp", "a=2, b=2": "a.b", "cp=2, tp=2": "cp"}
@@ -47,6 +48,41 @@ def test_drawn_attention_equals_one_device(data: st.DataObject) -> None:
         del context["axis"]
     plan = {"mesh": mesh, "inputs": inputs, "params": TP if "tp" in mesh else {}, "context": context}
     program = shardc.compile(model, batch, plan=plan | {"recompute": recompute})
+    report = program.verify()
+    assert report.ok, str(report)
+    assert program.prove().ok
+
+
+@pytest.mark.slow
+@given(st.data())
+def test_drawn_windows_equal_one_device(data: st.DataObject) -> None:
+    """Back and ahead, and in chunks; rows may see nothing, of their own chunk or of any."""
+    mesh = data.draw(st.sampled_from(sorted(MESHES)), label="mesh")
+    heads = data.draw(st.sampled_from(((4, 4), (4, 2), (4, 1), (6, 3))), label="heads")
+    length = data.draw(st.integers(2, 37), label="length")
+    first = data.draw(st.integers(-40, 6), label="first")
+    window = [first, data.draw(st.integers(max(first, -6), 40), label="last")]
+    if data.draw(st.booleans(), label="in chunks"):
+        size = data.draw(st.integers(1, 24), label="chunk")
+        near = st.sampled_from((0, 0, 0, 1, 2))
+        window += [size, data.draw(st.integers(0, size - 1), label="shift")]
+        window += [data.draw(near, label="earlier"), data.draw(near, label="later")]
+    strategy = data.draw(st.sampled_from(STRATEGIES), label="strategy")
+    balance = data.draw(st.sampled_from(("auto", "none", "zigzag")), label="balance")
+    dropout = data.draw(st.sampled_from((0.0, 0.0, 0.0, 0.25)), label="dropout")
+    mask = data.draw(st.sampled_from(("", "rows", "one row")), label="mask")
+    recompute = data.draw(st.sampled_from(("none", "full")), label="recompute")
+
+    generator = torch.Generator().manual_seed(0)
+    batch: dict[str, Any] = {"x": torch.randn(2, length, 16, generator=generator)}
+    rows = MESHES[mesh]
+    inputs = {"x": f"-, {rows}, -"}
+    if mask:
+        seen = torch.rand((2, 1, length if mask == "rows" else 1, length), generator=generator) < 0.6
+        batch["mask"], inputs["mask"] = seen, f"-, -, {rows if mask == 'rows' else '-'}, -"
+    context = {"attention": strategy, "balance": balance} | ({} if strategy == "hierarchical" else {"axis": rows})
+    plan = {"mesh": mesh, "inputs": inputs, "params": TP if "tp" in mesh else {}, "context": context}
+    program = shardc.compile(Seeing(window, *heads, 4, dropout), batch, plan=plan | {"recompute": recompute})
     report = program.verify()
     assert report.ok, str(report)
     assert program.prove().ok

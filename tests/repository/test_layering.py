@@ -25,12 +25,12 @@ FLOORS: list[dict[str, str]] = [
             collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
             group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops
             ops.accumulate ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums
-            ops.attention_tiles ops.buckets ops.carried_states ops.channel_sums ops.check_index ops.collectives
-            ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered
-            ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.running_sum
-            ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.streams
-            ops.windows overlap overlap_schedule parse placement plain program provenance python schema storages text
-            trees types verify version
+            ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums ops.check_index
+            ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts ops.fused_attention
+            ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick
+            ops.running_sum ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares
+            ops.streams ops.windows overlap overlap_schedule parse placement plain program provenance python schema
+            storages text trees types verify version
         """,
     },
     {
@@ -102,20 +102,19 @@ FLOORS: list[dict[str, str]] = [
             fusion.lowering.lowered_op fusion.lowering.lowering_cache fusion.lowering.padding fusion.lowering.quotients
             fusion.lowering.reductions fusion.lowering.softmaxes fusion.lowering.special fusion.lowering.unfused
             gemm_padding halo_rows infer_placement infer_types memory memory.recompute memory.recompute_choice
-            memory.recompute_liveness memory.rerun_cost normalize normalize.decompositions
-            normalize.decompositions.batch_norm
-            normalize.decompositions.canonical normalize.decompositions.cross_entropy
-            normalize.decompositions.embedding_bag normalize.decompositions.indexing normalize.decompositions.losses
-            normalize.decompositions.masked_scatter normalize.decompositions.matmul normalize.decompositions.reductions
-            normalize.decompositions.table normalize.decompositions.weight_norm normalize.dropped_rows
-            normalize.group_experts normalize.imply_masks normalize.limit_experts normalize.mask_positions
-            normalize.normalize scan_parts sharding sharding.assign sharding.atom_classes sharding.atomize
-            sharding.casts sharding.chunked_rows sharding.dispatch sharding.divide_scans sharding.expert_modules
-            sharding.find_blocks sharding.find_sequences sharding.group_sums sharding.insert_reshards
-            sharding.join_rows sharding.localize sharding.lower_reshards sharding.propagate sharding.reshard_steps
-            sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps sharding.store
-            sharding.strided_taps shifted_rows softmax softmax.online_softmax softmax.split_softmax softmax.statistics
-            type_check verify
+            memory.recompute_liveness memory.rerun_cost normalize normalize.affine_positions normalize.decompositions
+            normalize.decompositions.batch_norm normalize.decompositions.canonical
+            normalize.decompositions.cross_entropy normalize.decompositions.embedding_bag
+            normalize.decompositions.indexing normalize.decompositions.losses normalize.decompositions.masked_scatter
+            normalize.decompositions.matmul normalize.decompositions.reductions normalize.decompositions.table
+            normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts normalize.imply_masks
+            normalize.limit_experts normalize.mask_positions normalize.normalize scan_parts sharding sharding.assign
+            sharding.atom_classes sharding.atomize sharding.balance sharding.casts sharding.chunked_rows
+            sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks
+            sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize
+            sharding.lower_reshards sharding.propagate sharding.reshard_steps sharding.row_moves sharding.seed
+            sharding.settle_partials sharding.spread_taps sharding.store sharding.strided_taps shifted_rows softmax
+            softmax.online_softmax softmax.split_softmax softmax.statistics type_check verify
         """,
     },
     {
@@ -180,8 +179,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.explain": """
-            __init__ bottleneck collective fusion halo lock_report lockfile plan_edits predicted_program provenance ring
-            scaling transfer unfused what_if
+            __init__ bottleneck collective fusion halo lock_report lockfile plan_edits predicted_program provenance
+            ring scaling transfer unfused what_if
         """,
     },
     {

@@ -3,8 +3,8 @@
 The graph says only what is computed; which kernel computes it is chosen at run time from local shapes: on GPUs in
 `fused_attention`. The reference here is the definition: softmax(scale q k^T + mask) v, in float32, or in float64 if
 the operands are. Rows that see no key yield 0, not NaN. `lse`, the log of each row's sum, is what backward
-needs to rebuild the probabilities, and what ring attention merges blocks with. A causal call may have a `window`, the
-number of keys that a row sees, itself the last; 0 is no window. What it hides is not computed (`attention_tiles`).
+needs to rebuild the probabilities, and what ring attention merges blocks with. A call may have a `window`, which says
+what rows see by where keys are (`attention_window`). What it hides is not computed (`attention_tiles`).
 
 Results of rank 4 are laid out as [B, S, H, D] in memory, as real kernels give them: merging the heads
 afterwards is then a view. There is no dropout in the op: a model that asks for it gets `with_dropout`, which is
@@ -13,6 +13,7 @@ made of ordinary ops, so that masks are the counter-based ones of `random`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -78,7 +79,14 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def sdpa_fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool, window: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+    window: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     return empty(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
@@ -104,7 +112,7 @@ def reference_backward(
 
 def sdpa_bwd_fake(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
-    causal: bool, scale: float | None, gqa: bool, need_mask: bool, window: int = 0,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool, window: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dmask = mask.new_empty(mask.shape) if need_mask and mask is not None else q.new_empty(0)
     return empty(q, *q.shape), empty(k, *k.shape), empty(v, *v.shape), dmask
@@ -112,7 +120,7 @@ def sdpa_bwd_fake(
 
 def whole(
     kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None,
-    gqa: bool, window: int = 0,
+    gqa: bool, window: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`sdpa` by kernels for its parts: of a window, those that rows see."""
     if not window:
@@ -123,7 +131,7 @@ def whole(
 
 def whole_backward(
     kernels: Kernels, g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
-    causal: bool, scale: float | None, gqa: bool, need_mask: bool, window: int = 0,
+    causal: bool, scale: float | None, gqa: bool, need_mask: bool, window: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`sdpa_bwd` likewise."""
     if not window:
@@ -139,14 +147,14 @@ def whole_backward(
 
 REFERENCE = Kernels(reference, reference_backward)
 SDPA = define(
-    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa, int window=0)"
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa, int[] window=[])"
     " -> (Tensor o, Tensor lse)",
     partial(whole, REFERENCE),
     sdpa_fake,
 )
 SDPA_BWD = define(
     "sdpa_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, bool causal, float? scale, "
-    "bool gqa, bool need_mask, int window=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    "bool gqa, bool need_mask, int[] window=[]) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     partial(whole_backward, REFERENCE),
     sdpa_bwd_fake,
 )

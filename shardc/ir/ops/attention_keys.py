@@ -49,14 +49,16 @@ def part_tiles(
     causal: bool,
     mesh: Mesh,
     coordinate: Mapping[str, int],
-    window: int = 0,
+    window: Sequence[int] = (),
 ) -> list[Tile]:
     """What a rank computes of attention between its rows and its keys, padding left out."""
     of_rows = layout(rows, mesh.resolve(row_axes), mesh, coordinate)
     return tiles(of_rows, layout(keys, mesh.resolve(axes), mesh, coordinate), causal, window)
 
 
-def _todo(causal: bool, rows: str, row_axes: list[str], keys: str, axes: list[str], window: int = 0) -> list[Tile]:
+def _todo(
+    causal: bool, rows: str, row_axes: list[str], keys: str, axes: list[str], window: Sequence[int] = ()
+) -> list[Tile]:
     context = current()
     return part_tiles(rows, row_axes, keys, axes, causal, context.mesh, context.coordinate, window)
 
@@ -118,7 +120,7 @@ def _split_parts_fake(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------- what a rank runs
-LIES = "str rows, str[] row_axes, str keys, str[] axes, int window=0"
+LIES = "str rows, str[] row_axes, str keys, str[] axes, int[] window=[]"
 SDPA_PART = define(
     f"sdpa_part(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa, {LIES})"
     " -> (Tensor o, Tensor lse)",
@@ -179,13 +181,13 @@ def _sdpa_keys(*args: Any) -> tuple[Tensor, Tensor]:
 
 SDPA_KEYS = define(
     "sdpa_keys(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa, str[] axes,"
-    " int window=0) -> (Tensor o, Tensor lse)",
+    " int[] window=[]) -> (Tensor o, Tensor lse)",
     _sdpa_keys,
     _sdpa_part_fake,
 )
 SDPA_KEYS_BWD = define(
     "sdpa_keys_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, bool causal, "
-    "float? scale, bool gqa, bool need_mask, str[] axes, int window=0)"
+    "float? scale, bool gqa, bool need_mask, str[] axes, int[] window=[])"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     lambda *args: attention.whole_backward(attention.REFERENCE, *args[:11], *args[12:]),
     lambda *args: attention.sdpa_bwd_fake(*args[:11]),

@@ -20,7 +20,8 @@ meanwhile. Padded rows yield 0.
 Of a window a rank needs few of others' keys, and gets these alone, from those that have them. Which they are follows
 from the layout, a zigzag too:
 
-    window 3, 16 rows over 4, rank 1 has rows [4, 8)      needs keys 2 and 3 of the rank one place before
+    [-2, 1], 16 rows over 4, rank 1 has rows [4, 8)       needs keys 2 and 3 of the rank one place before, and key 8
+    chunks of 8                                           needs keys [0, 4)
     reach_rows   of a rank's keys, those that the rank `places` behind needs
     reach_sum    the gradients of these, as they have come back, at their places among a rank's own
 
@@ -43,6 +44,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.ops import attention
 from shardc.ir.ops.attention_sums import wide
 from shardc.ir.ops.attention_tiles import Kernels, Tile, attend, attend_backward, empty, tiles
+from shardc.ir.ops.attention_window import Window
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps, run_collective
 from shardc.ir.ops.context import current
 from shardc.ir.ops.local import AXES_READ, Run, runs
@@ -78,15 +80,16 @@ class Reached(NamedTuple):
 
 
 def reached(
-    rows: str, axes: Sequence[str], places: int, window: int, mesh: Mesh, coordinate: Mapping[str, int]
+    rows: str, axes: Sequence[str], places: int, window: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
 ) -> list[Reached]:
     """What a rank needs of the keys of the rank so many places before."""
     found: list[Reached] = []
-    own = layout(rows, axes, mesh, coordinate)
+    known = Window(*window)
+    seen = sorted(known.keys(mine.start, mine.start + mine.extent) for mine in layout(rows, axes, mesh, coordinate))
     for run in layout(rows, axes, mesh, before(axes, places, mesh, coordinate)):
         last = run.start
-        for seen in sorted((max(0, mine.start - window + 1), mine.start + mine.extent) for mine in own):
-            first, end = max(last, seen[0]), min(run.start + run.extent, seen[1])
+        for low, high in seen:
+            first, end = max(last, low), min(run.start + run.extent, high)
             if first < end:
                 local = found[-1].local + found[-1].extent if found else 0
                 found.append(Reached(first, end - first, run.local + first - run.start, local))
@@ -94,9 +97,13 @@ def reached(
     return found
 
 
-@lru_cache(maxsize=1024)
-def reach(rows: str, axes: tuple[str, ...], window: int, mesh: Mesh) -> dict[int, int]:
+def reach(rows: str, axes: Sequence[str], window: Sequence[int], mesh: Mesh) -> dict[int, int]:
     """By how many places keys travel, of how many at most for a rank: none where a rank needs none."""
+    return _reach(rows, tuple(axes), tuple(window), mesh)
+
+
+@lru_cache(maxsize=1024)
+def _reach(rows: str, axes: tuple[str, ...], window: tuple[int, ...], mesh: Mesh) -> dict[int, int]:
     group = [mesh.coordinate(rank) for rank in mesh.group_of(0, axes)]
     most = {
         places: max(sum(r.extent for r in reached(rows, axes, places, window, mesh, there)) for there in group)
@@ -112,7 +119,7 @@ def tiles_at(
     causal: bool,
     mesh: Mesh,
     coordinate: Mapping[str, int],
-    window: int = 0,
+    window: Sequence[int] = (),
     keys: str = "",
 ) -> tuple[list[Tile], list[Run]]:
     """The tiles of a rank in a step, and the runs of its keys. `keys`: how they lie, if not as rows do."""
@@ -142,8 +149,8 @@ def _of_keys(mask: Tensor | None, keys: Sequence[Run], step: int, stored: int) -
 def _sdpa_rows(
     kernels: Kernels,
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor | None, lse: Tensor | None,
-    causal: bool, scale: float | None, gqa: bool, rows: str, axes: list[str], step: int, last: bool, window: int = 0,
-    keys: str = "",
+    causal: bool, scale: float | None, gqa: bool, rows: str, axes: list[str], step: int, last: bool,
+    window: Sequence[int] = (), keys: str = "",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     context = current()
     todo, seen = tiles_at(rows, axes, step, causal, context.mesh, context.coordinate, window, keys)
@@ -154,8 +161,8 @@ def _sdpa_rows(
 
 def _sdpa_rows_fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor | None, lse: Tensor | None,
-    causal: bool, scale: float | None, gqa: bool, rows: str, axes: list[str], step: int, last: bool, window: int = 0,
-    keys: str = "",
+    causal: bool, scale: float | None, gqa: bool, rows: str, axes: list[str], step: int, last: bool,
+    window: Sequence[int] = (), keys: str = "",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtype = q.dtype if last else wide(q.dtype)
     return empty(q, *q.shape[:-1], v.shape[-1], dtype=dtype), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
@@ -167,7 +174,7 @@ def _sdpa_rows_bwd(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dmask: Tensor | None,
     causal: bool, scale: float | None, gqa: bool, need_mask: bool, rows: str, axes: list[str], step: int, last: bool,
-    window: int = 0, keys: str = "",
+    window: Sequence[int] = (), keys: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     context = current()
     todo, seen = tiles_at(rows, axes, step, causal, context.mesh, context.coordinate, window, keys)
@@ -197,7 +204,7 @@ def _sdpa_rows_bwd_fake(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor,
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dmask: Tensor | None,
     causal: bool, scale: float | None, gqa: bool, need_mask: bool, rows: str, axes: list[str], step: int, last: bool,
-    window: int = 0, keys: str = "",
+    window: Sequence[int] = (), keys: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     none = q.new_empty(0, dtype=q.dtype if last else wide(q.dtype))
     dtype = mask.dtype if last and mask is not None else wide(q.dtype)
@@ -223,7 +230,7 @@ COLLECTIVES[NEXT_KEYS] = _next_keys
 
 
 # ---------------------------------------------------------------------- what a window reaches
-def _reach_rows(x: Tensor, rows: str, axes: list[str], window: int, places: int, length: int) -> Tensor:
+def _reach_rows(x: Tensor, rows: str, axes: list[str], window: list[int], places: int, length: int) -> Tensor:
     context = current()
     names = context.mesh.resolve(axes)
     there = before(names, -places, context.mesh, context.coordinate)
@@ -233,7 +240,9 @@ def _reach_rows(x: Tensor, rows: str, axes: list[str], window: int, places: int,
     return sent
 
 
-def _reach_sum(parts: list[Tensor], rows: str, axes: list[str], window: int, places: list[int], length: int) -> Tensor:
+def _reach_sum(
+    parts: list[Tensor], rows: str, axes: list[str], window: list[int], places: list[int], length: int
+) -> Tensor:
     context = current()
     names = context.mesh.resolve(axes)
     total = parts[0].new_zeros([*parts[0].shape[:-2], length, parts[0].shape[-1]])
@@ -245,12 +254,12 @@ def _reach_sum(parts: list[Tensor], rows: str, axes: list[str], window: int, pla
 
 
 REACH_ROWS = define(
-    "reach_rows(Tensor x, str rows, str[] axes, int window, int places, int length) -> Tensor",
+    "reach_rows(Tensor x, str rows, str[] axes, int[] window, int places, int length) -> Tensor",
     _reach_rows,
     lambda x, rows, axes, window, places, length: x.new_empty([*x.shape[:-2], length, x.shape[-1]]),
 )
 REACH_SUM = define(
-    "reach_sum(Tensor[] parts, str rows, str[] axes, int window, int[] places, int length) -> Tensor",
+    "reach_sum(Tensor[] parts, str rows, str[] axes, int[] window, int[] places, int length) -> Tensor",
     _reach_sum,
     lambda parts, rows, axes, window, places, length: parts[0].new_empty(
         [*parts[0].shape[:-2], length, parts[0].shape[-1]]
@@ -265,14 +274,14 @@ SUM_KEYS = define(
 
 SDPA_ROWS = define(
     "sdpa_rows(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? o, Tensor? lse, bool causal, float? scale, bool gqa,"
-    ' str rows, str[] axes, int step, bool last, int window=0, str keys="") -> (Tensor o, Tensor lse)',
+    ' str rows, str[] axes, int step, bool last, int[] window=[], str keys="") -> (Tensor o, Tensor lse)',
     partial(_sdpa_rows, attention.REFERENCE),
     _sdpa_rows_fake,
 )
 SDPA_ROWS_BWD = define(
     "sdpa_rows_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, Tensor? dq, Tensor? dk,"
     " Tensor? dv, Tensor? dmask, bool causal, float? scale, bool gqa, bool need_mask, str rows, str[] axes, int step,"
-    ' bool last, int window=0, str keys="") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)',
+    ' bool last, int[] window=[], str keys="") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)',
     partial(_sdpa_rows_bwd, attention.REFERENCE),
     _sdpa_rows_bwd_fake,
 )
@@ -301,13 +310,13 @@ def _asked(name: str) -> tuple[Any, Any]:
     return (
         define(
             f"{name}(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale, bool gqa, str[] heads,"
-            " int window=0) -> (Tensor o, Tensor lse)",
+            " int[] window=[]) -> (Tensor o, Tensor lse)",
             forward,
             lambda *args: attention.sdpa_fake(*args[:7]),
         ),
         define(
             f"{name}_bwd(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, bool causal, "
-            "float? scale, bool gqa, bool need_mask, str[] heads, int window=0)"
+            "float? scale, bool gqa, bool need_mask, str[] heads, int[] window=[])"
             " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
             backward,
             lambda *args: attention.sdpa_bwd_fake(*args[:11]),

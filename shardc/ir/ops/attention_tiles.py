@@ -5,10 +5,11 @@ diagonal; what lies in the future is in none, so it is not computed, and neither
 
     rows [8, 12)    keys [0, 4) full      keys [0, 12): one tile, aligned lower right      keys [12, 16) none
 
-Of a window, the number of keys that a row sees, itself the last, rows are taken a block at a time, and keys that no row
-of a block sees are in no tile. A tile that the window cuts is computed with a mask of its own, the band:
+Of a window (`attention_window`), rows are taken a block at a time, and keys that no row of a block sees are in no tile.
+A tile that the window cuts is computed with a mask of its own, the band; rows of a chunk meet its keys alone:
 
-    window 3, rows [8, 12)    keys [6, 12): a band      keys [0, 4): none
+    window [-2, 0], rows [8, 12)       keys [6, 12): a band      keys [0, 4): none
+    chunks of 8, causal, rows [6, 12)  rows [6, 8) and keys [0, 8), rows [8, 12) and keys [8, 12)
 
 What tiles yield is put together by `attention_sums`.
 """
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.ops.attention_sums import Softmax, Sum, wide
+from shardc.ir.ops.attention_window import Window, window_of
 from shardc.ir.ops.local import Run
 
 # Rows that are computed together where there is a window: between these as many as it has. Fewer rows compute fewer
@@ -34,7 +36,7 @@ FEWEST, MOST = 64, 1024
 class Tile(NamedTuple):
     """Rows and keys that meet, as they are stored: row `row` and the next ones, key `key` and the next ones. On the
     `diagonal` the last row sees the last key. `offset` is how far the first row is behind the first key in the
-    sequence; in a tile with a `window`, that and the window say which keys a row sees."""
+    sequence; in a tile with a `window`, whose positions count from the first row, these say which keys a row sees."""
 
     row: int
     rows: int
@@ -42,13 +44,21 @@ class Tile(NamedTuple):
     keys: int
     diagonal: bool
     offset: int = 0
-    window: int = 0
+    window: Window | None = None
 
 
-def tiles(rows: Sequence[Run], keys: Sequence[Run], causal: bool, window: int = 0) -> list[Tile]:
+def tiles(rows: Sequence[Run], keys: Sequence[Run], causal: bool, window: Sequence[int] = ()) -> list[Tile]:
     """What is computed of attention between these rows and keys."""
-    if window:
-        return [tile for run in rows for block in _blocks(run, window) for tile in _banded(block, keys, window)]
+    known = window_of(window)
+    if known is not None:
+        if causal:
+            known = known._replace(last=min(known.last, 0))
+        return [tile for run in rows for piece in _pieces(run, known) for tile in _windowed(piece, keys, known)]
+    return _seen(rows, keys, causal)
+
+
+def _seen(rows: Sequence[Run], keys: Sequence[Run], causal: bool) -> list[Tile]:
+    """Where rows see all keys, or all up to their own."""
     found: list[list[Tile]] = []
     ends = {end for run in keys for end in (run.start, run.start + run.extent)} if causal else set[int]()
     for run in rows:
@@ -90,42 +100,59 @@ def _tiles_of(rows: Run, keys: Sequence[Run], causal: bool) -> list[Tile]:
     return found
 
 
-def _blocks(rows: Run, window: int) -> list[Run]:
-    size = min(max(window, FEWEST), MOST)
-    return [Run(rows.start + i, min(size, rows.extent - i), rows.local + i) for i in range(0, rows.extent, size)]
+def _cut(run: Run, ends: Sequence[int]) -> list[Run]:
+    inside = [run.start, *(end for end in ends if run.start < end < run.start + run.extent), run.start + run.extent]
+    return [Run(a, b - a, run.local + a - run.start) for a, b in pairwise(inside)]
 
 
-def _banded(rows: Run, keys: Sequence[Run], window: int) -> list[Tile]:
+def _pieces(rows: Run, window: Window) -> list[Run]:
+    """Rows of one chunk, or of several that are small."""
+    return _cut(rows, window.cuts(rows.start, rows.start + rows.extent, FEWEST))
+
+
+def _near(rows: Run, keys: Sequence[Run], window: Window) -> list[Run]:
+    """The keys that some of the rows see, if windows had no holes."""
+    low, high = window.keys(rows.start, rows.start + rows.extent)
+    cut = ((run, max(run.start, low), min(run.start + run.extent, high)) for run in keys)
+    return [Run(first, end - first, run.local + first - run.start) for run, first, end in cut if first < end]
+
+
+def _windowed(rows: Run, keys: Sequence[Run], window: Window) -> list[Tile]:
+    """The tiles of a piece: without a band where rows see all keys of their chunk, or all up to their own."""
+    near, end = _near(rows, keys, window), rows.start + rows.extent
+    if not near:
+        return []
+    window = window.in_chunk(rows.start, end)
+    if not window.chunk and min(run.start for run in near) - end + 1 >= window.first:
+        ahead = max(run.start + run.extent for run in near) - rows.start - 1
+        if ahead <= window.last or window.last == 0:
+            return _seen([rows], near, causal=ahead > window.last)
+    size = min(max(window.last - window.first + 1, FEWEST), MOST)
+    blocks = _cut(rows, range(rows.start, end, size))
+    return [tile for block in blocks for tile in _banded(block, near, window)]
+
+
+def _banded(rows: Run, keys: Sequence[Run], window: Window) -> list[Tile]:
     """Of rows that are computed together, a tile with each run of keys of which they see any."""
     found: list[Tile] = []
-    last = rows.start + rows.extent - 1
-    for run in keys:
-        first = max(run.start, rows.start - window + 1)
-        seen = min(run.start + run.extent, last + 1) - first
-        if seen <= 0:
-            continue
-        hidden = first <= last - window  # of the last row, by the window
-        diagonal = not hidden and first + seen > rows.start + 1
-        cut = hidden or (diagonal and first + seen <= last)
-        offset = rows.start - first
-        place = (rows.local, rows.extent, run.local + first - run.start, seen)
-        found.append(Tile(*place, diagonal and not cut, offset, window if cut else 0))
+    last, inside = rows.start + rows.extent - 1, window.in_chunk(rows.start, rows.start + rows.extent)
+    for run in _near(rows, keys, window):
+        end = run.start + run.extent - 1
+        hidden = run.start < last + window.first  # of the last row, by the window
+        ahead = end > rows.start + window.last  # of the first row
+        diagonal = ahead and not hidden and not inside.chunk and window.last == 0 and end == last
+        cut = (hidden or ahead or bool(inside.chunk)) and not diagonal
+        place = (rows.local, rows.extent, run.local, run.extent)
+        found.append(Tile(*place, diagonal, rows.start - run.start, inside.of_rows(rows.start) if cut else None))
     return found
 
 
 @lru_cache(maxsize=4096)
-def pairs(tile: Tile, window: int) -> float:
-    """How many rows and keys of a tile see each other. Without a window a row and its own key are half a pair."""
-    if not window:
-        return tile.rows * tile.keys - (tile.rows * tile.rows / 2 if tile.diagonal else 0)
-    own = range(tile.offset, tile.offset + tile.rows)  # of each row, the key in its own place
-    return sum(max(0, min(i, tile.keys - 1) - max(i - window + 1, 0) + 1) for i in own)
-
-
-def band(rows: int, keys: int, offset: int, window: int, device: torch.device) -> Tensor:
-    """Which keys each row sees: bool [rows, keys]."""
-    behind = torch.arange(rows, device=device)[:, None] + offset - torch.arange(keys, device=device)
-    return (behind >= 0) & (behind < window)
+def pairs(tile: Tile, exactly: bool) -> float:
+    """How many rows and keys of a tile see each other. If not `exactly`, a row and its own key are half a pair."""
+    if tile.window is not None:
+        return tile.window.pairs(tile.rows, tile.keys, tile.offset)
+    return tile.rows * tile.keys - (tile.rows * (tile.rows - exactly) / 2 if tile.diagonal else 0)
 
 
 # ---------------------------------------------------------------------- sums over tiles
@@ -219,9 +246,9 @@ def _narrowed(mask: Tensor, tile: Tile) -> Tensor:
 def _mask_of(mask: Tensor | None, tile: Tile, q: Tensor) -> Tensor | None:
     """The mask of a tile, with its band where it has one."""
     part = None if mask is None else _narrowed(mask, tile)
-    if not tile.window:
+    if tile.window is None:
         return part
-    seen = band(tile.rows, tile.keys, tile.offset, tile.window, q.device)
+    seen = tile.window.mask(tile.rows, tile.keys, tile.offset, q.device)
     if part is None:
         return seen
     return part & seen if part.dtype == torch.bool else part.masked_fill(~seen, float("-inf"))

@@ -27,7 +27,7 @@ from shardc.ir.ops.attention_sums import wide
 from shardc.ir.ops.attention_tiles import Tile, pairs, square, tiles
 from shardc.ir.ops.local import Run
 from shardc.ir.types import Axes, TensorType
-from shardc.rules.attention_rows import rows_text
+from shardc.rules.attention_rows import implied, rows_text
 
 BACKWARD = 2.5  # products of backward for each of forward
 
@@ -40,7 +40,7 @@ class Times:
     ) -> None:
         self.mesh, self.hardware, self.args, self.axes, self.backward = mesh, hardware, args, axes, backward
         self.q, self.k, self.v, self.o = type_of(args["q"]), type_of(args["k"]), type_of(args["v"]), o
-        self.window: int = args.get("window", 0)
+        self.window: list[int] = list(args.get("window", ()))
         self.size = mesh.size(axes)
         self.item, self.wide = self.q.dtype.itemsize, wide(self.q.dtype).itemsize
 
@@ -70,7 +70,7 @@ class Times:
         times = BACKWARD if backward else 1
         return sum(
             self.hardware.attention_seconds(
-                round(2 * heads * width * times * pairs(tile, self.window)),
+                round(2 * heads * width * times * pairs(tile, bool(self.window))),
                 self.q.dtype,
                 backward=backward,
                 sequence=tile.keys,
@@ -83,10 +83,10 @@ class Times:
     def _tiles(self, step: int, axes: Axes) -> list[list[Tile]]:
         """Of each rank of the axes, in a step."""
         rows, keys = self.q.dims[-2], self.k.dims[-2]
-        if not (self.args["causal"] and self.countable):
+        if not (implied(self.args) and self.countable):
             whole = self.k.shape[-2] if step == ALL_KEYS else -(-self.k.shape[-2] // self.mesh.size(axes))
             return [[Tile(0, -(-self.q.shape[-2] // self.size), 0, whole, False)]]
-        told = (rows_text(rows), self.axes, step, True, self.mesh)
+        told = (rows_text(rows), self.axes, step, self.args["causal"], self.mesh)
         places = [self.mesh.coordinate(rank) for rank in self.mesh.group_of(0, self.axes)]
         return [tiles_at(*told, place, self.window, "" if self.window else rows_text(keys))[0] for place in places]
 
@@ -94,7 +94,7 @@ class Times:
     def own_share(self) -> float:
         """Seconds of the products of forward and backward, if all ranks had the same and one call for it."""
         of_ranks = self._tiles(ALL_KEYS, self.axes)
-        seen = sum(pairs(tile, self.window) for tiles in of_ranks for tile in tiles) / len(of_ranks)
+        seen = sum(pairs(tile, bool(self.window)) for tiles in of_ranks for tile in tiles) / len(of_ranks)
         flops = 2 * self._heads() * (self.q.shape[-1] + self.v.shape[-1]) * seen
         rate, sizes = self.hardware.attention_seconds, (self.k.shape[-2], self.q.shape[-1])
         total = rate(round(flops), self.q.dtype, sequence=sizes[0], width=sizes[1])

@@ -135,7 +135,7 @@ class Ways:
     def __init__(self, graph: Graph, node: fx.Node, axes: Axes, hardware: Hardware) -> None:
         self.graph, self.mesh, self.node, self.axes, self.hardware = graph, graph.mesh, node, axes, hardware
         self.args = given(node)
-        self.window: int = self.args.get("window", 0)
+        self.window: list[int] = list(self.args.get("window", ()))
         self.q, self.k, self.v = (type_of(self.args[name]) for name in ("q", "k", "v"))
         o, self.lse = results(node)
         self.o = type_of(o) if o is not None else self.q
@@ -248,7 +248,7 @@ class Ways:
         for call in (self.node, *self.backward):
             forward = call is self.node
             known = given(call)
-            told, window = [v for name, v in known.items() if name != "window"], known.get("window", 0)
+            told, window = [v for name, v in known.items() if name != "window"], known.get("window")
             if ring:
                 call.target = SDPA_RING if forward else SDPA_RING_BWD
             else:

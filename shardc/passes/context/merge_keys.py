@@ -172,7 +172,7 @@ class _Call:
         """Say of the call and of its backward that axes divide their keys."""
         for call in (self.node, *self.backward):
             known = given(call)
-            told, window = [v for name, v in known.items() if name != "window"], known.get("window", 0)
+            told, window = [v for name, v in known.items() if name != "window"], known.get("window")
             call.target = SDPA_KEYS if call is self.node else SDPA_KEYS_BWD
             call.args = (*told, list(self.axes), *([window] if window else []))
         if self.o is not None and type_of(self.o).dtype != wide(self.q.dtype):

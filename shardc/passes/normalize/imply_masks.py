@@ -1,7 +1,9 @@
 """imply_masks: what a mask of attention says of positions becomes an option of the call, the rest of it stays.
 
     sdpa(q, k, v, (kv <= q) & padding)              ->  sdpa(q, k, v, padding, causal=True)
-    sdpa(q, k, v, (kv > q - 4) & (kv <= q))         ->  sdpa(q, k, v, None, causal=True, window=4)
+    sdpa(q, k, v, (kv > q - 4) & (kv <= q))         ->  sdpa(q, k, v, None, causal=True, window=[-3, 0])
+    sdpa(q, k, v, abs(kv - q) < 4)                  ->  sdpa(q, k, v, None, window=[-3, 3])
+    sdpa(q, k, v, (q // 8 == kv // 8) & (kv <= q))  ->  sdpa(q, k, v, None, causal=True, window=[-7, 0, 8])
 
 So what is hidden need not be computed, nor sent where a sequence lies over ranks. Of as many rows as keys alone, which
 then count from the same place. Keys and values that are repeated once for each query head of theirs, as libraries do
@@ -15,6 +17,7 @@ Needs: a normalized graph. Ensures: calls of `sdpa` and `sdpa_bwd` yield what th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +25,12 @@ from torch import fx
 
 from shardc.ir.graph import Graph, info, results, type_of, update
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.ops.attention_window import Window
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import Emit
-from shardc.passes.normalize.mask_positions import Part, Positions, Seen
+from shardc.passes.normalize.mask_positions import InChunks, Part, Positions, Seen
 
 aten = torch.ops.aten
 
@@ -54,23 +58,53 @@ class ImplyMasks(Pass):
 def _imply(emit: Emit, positions: Positions, node: fx.Node) -> None:
     args = given(node)
     mask, rows, keys = args["mask"], type_of(args["q"]).shape[-2], type_of(args["k"]).shape[-2]
-    if mask is None or rows != keys or rows < 2 or args.get("need_mask") or args.get("window", 0):
+    if mask is None or rows != keys or rows < 2 or args.get("need_mask") or args.get("window"):
         return
     seen = positions.seen(mask)
-    if seen is None or (seen.lowest and seen.parts):
+    if seen is None or seen.first > seen.last or (seen.lowest and seen.parts):
         return
-    causal = args["causal"] or seen.last == 0
-    if not causal or seen.last < 0 or seen.first > 0 or (not args["causal"] and seen.last != 0):
+    if args["causal"]:
+        seen = seen & Seen(last=0)
+    window, chunks = _window(seen, rows)
+    says = (window.first, window.last, window.chunk) != (1 - rows, rows - 1, 0)
+    sees = window.first <= 0 <= window.last and window.earlier >= 0 <= window.later  # each row its own key
+    if (
+        not says
+        or window.first > window.last
+        or -window.earlier > window.later
+        or (seen.lowest and (not sees or chunks))
+    ):
         return
-    window = 0 if seen.first <= 1 - rows else int(1 - seen.first)
-    rest = _rest(emit, seen)
-    changed = {**args, "mask": rest, "causal": True, **({"window": window} if window else {})}
+    causal = window.last <= 0
+    rest = _rest(emit, (*seen.parts, *(each.part for each in chunks)))
+    more = {} if (window.first, window.last, window.chunk) == (1 - rows, 0, 0) else {"window": window.said}
+    changed = {**args, "mask": rest, "causal": causal, **more}
     node.args, node.kwargs = tuple(changed.values()), {}
 
 
-def _rest(emit: Emit, seen: Seen) -> fx.Node | None:
+def _window(seen: Seen, rows: int) -> tuple[Window, list[InChunks]]:
+    """What is seen of as many keys as rows, as a window; and of chunks of other sizes than its own, which it does not
+    say."""
+    first, last = int(max(seen.first, 1 - rows)), int(min(seen.last, rows - 1))
+    of_size: dict[tuple[int, int], list[InChunks]] = {}
+    for each in seen.chunks:
+        of_size.setdefault((each.size, each.shift), []).append(each)
+    known: list[tuple[Window, list[InChunks]]] = []
+    for (size, shift), of in of_size.items():
+        most = (rows - 1 + shift) // size  # so many chunks behind the first one
+        back, ahead = (min(most, -(-n // size)) for n in (-first, last))
+        earlier, later = min(back, -max(each.first for each in of)), min(ahead, min(each.last for each in of))
+        if (earlier, later) != (back, ahead):
+            known.append((Window(first, last, size, shift, int(earlier), int(later)), of))
+    if not known:
+        return Window(first, last), []
+    known.sort(key=lambda pair: (pair[0].earlier + pair[0].later + 1) * pair[0].chunk)
+    return known[0][0], [each for _, of in known[1:] for each in of]
+
+
+def _rest(emit: Emit, parts: Sequence[Part]) -> fx.Node | None:
     mask: fx.Node | None = None
-    for part in seen.parts:
+    for part in dict.fromkeys(parts):
         value = _made(emit, part)
         mask = value if mask is None else emit(aten.bitwise_and.Tensor, mask, value)
     return mask

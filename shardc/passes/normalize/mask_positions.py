@@ -2,11 +2,14 @@
 
     kv <= q                              0 keys ahead            causal
     kv > q - w                           w - 1 keys behind       a window of w
+    abs(q - kv) <= w                     w keys either way
+    q // c == kv // c                    in its chunk of c       and so c - 1 keys either way
     (q - kv < w) & (kv <= q) & padding   both, and `padding`     which is what is left of the mask
 
-Values that are computed from `arange` are affine in their indices, so a comparison of two of them is a bound on
-`key - row`, or always true. And, or and not join bounds; an additive mask is 0 where a row sees a key and -inf where it
-does not. All else is left of a mask as it is.
+Values that are computed from `arange` are affine in their indices, or quotients of such (`affine_positions`), so a
+comparison of two of them is a bound on `key - row`, or on chunks, or always true. And, or and not join bounds; an
+additive mask is 0 where a row sees a key and -inf where it does not. All else is left of a mask as it is. Chunks that
+begin behind padding, of which each batch has its own, are left too; how far they reach is known all the same.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from torch import fx
 
 from shardc.ir.graph import type_of
 from shardc.ir.schema import given
+from shardc.passes.normalize.affine_positions import Affine, Numbers
 
 aten = torch.ops.aten
 LOWEST = tuple(torch.finfo(dtype).min for dtype in (torch.float32, torch.float64, torch.bfloat16))
@@ -37,14 +41,27 @@ class Part:
 
 
 @dataclass(frozen=True)
+class InChunks:
+    """A row sees keys of which `chunk of the key - chunk of the row` is from `first` to `last`, as `part` says too."""
+
+    size: int
+    shift: int
+    first: float
+    last: float
+    part: Part
+
+
+@dataclass(frozen=True)
 class Seen:
-    """A row sees keys of which `key - row` is from `first` to `last`, of those that all `parts` let it see. With
-    `lowest`, hidden keys have a score that is very low and not -inf: a row that sees none at all attends to all."""
+    """A row sees keys of which `key - row` is from `first` to `last`, of those that all `chunks` and `parts` let it
+    see. With `lowest`, hidden keys have a score that is very low and not -inf: a row that sees none at all attends to
+    all."""
 
     first: float = -math.inf
     last: float = math.inf
     parts: tuple[Part, ...] = ()
     lowest: bool = False
+    chunks: tuple[InChunks, ...] = ()
 
     def __and__(self, other: Seen) -> Seen:
         return Seen(
@@ -52,51 +69,51 @@ class Seen:
             min(self.last, other.last),
             (*self.parts, *(part for part in other.parts if part not in self.parts)),
             self.lowest or other.lowest,
+            self.chunks + other.chunks,
         )
 
+    def either(self, other: Seen) -> Seen | None:
+        """What one of both lets a row see; None if that is no run of keys."""
+        both = (self, other)
+        for one, second in (both, both[::-1]):
+            if one.first > one.last:
+                return second
+            if one == Seen():
+                return one
+        if (
+            any(one.parts or one.chunks for one in both)
+            or max(self.first, other.first) > min(self.last, other.last) + 1
+        ):
+            return None
+        return Seen(min(self.first, other.first), max(self.last, other.last))
 
-@dataclass(frozen=True)
-class _Affine:
-    """const + sum of coefficient * index, a coefficient for each dim."""
-
-    const: int
-    coefficients: tuple[int, ...] = ()
-
-    def times(self, factor: int) -> _Affine:
-        return _Affine(factor * self.const, tuple(factor * c for c in self.coefficients))
-
-    def plus(self, other: _Affine) -> _Affine:
-        ndim = max(len(self.coefficients), len(other.coefficients))
-        ours, theirs = ((0,) * (ndim - len(x.coefficients)) + x.coefficients for x in (self, other))
-        return _Affine(self.const + other.const, tuple(a + b for a, b in zip(ours, theirs, strict=True)))
-
-    def ends(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The lowest and the highest element, of a shape of as many dims."""
-        last = [c * (n - 1) for c, n in zip(self.coefficients, shape, strict=True)]
-        return self.const + sum(min(0, end) for end in last), self.const + sum(max(0, end) for end in last)
+    def moved(self, part: Callable[[Part], Part]) -> Seen:
+        """The same, of a view of the mask."""
+        chunks = tuple(replace(each, part=part(each.part)) for each in self.chunks)
+        return replace(self, parts=tuple(map(part, self.parts)), chunks=chunks)
 
 
 COMPARED: Mapping[Any, Callable[[Any, Any], bool]] = {
-    aten.le.Tensor: operator.le,
-    aten.lt.Tensor: operator.lt,
-    aten.ge.Tensor: operator.ge,
-    aten.gt.Tensor: operator.gt,
-    aten.le.Scalar: operator.le,
-    aten.lt.Scalar: operator.lt,
-    aten.ge.Scalar: operator.ge,
-    aten.gt.Scalar: operator.gt,
+    getattr(getattr(aten, name), kind): getattr(operator, name)
+    for name in ("le", "lt", "ge", "gt", "eq", "ne")
+    for kind in ("Tensor", "Scalar")
 }
-OPPOSITE = {operator.le: operator.gt, operator.gt: operator.le, operator.lt: operator.ge, operator.ge: operator.lt}
+TURNED = {operator.le: operator.ge, operator.ge: operator.le, operator.lt: operator.gt, operator.gt: operator.lt}
+HOLDS = {**{how: [how] for how in TURNED}, operator.eq: [operator.le, operator.ge]}
+OPPOSITE = {
+    operator.le: [operator.gt],
+    operator.gt: [operator.le],
+    operator.lt: [operator.ge],
+    operator.ge: [operator.lt],
+    operator.ne: [operator.le, operator.ge],
+}
 AND = (aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor)
 OR = (aten.bitwise_or.Tensor, aten.logical_or.default)
 NOT = (aten.bitwise_not.default, aten.logical_not.default)
 
 
-@dataclass
-class Positions:
-    """Reads the values of a graph."""
-
-    _known: dict[fx.Node, _Affine | None] = field(default_factory=dict[fx.Node, "_Affine | None"])
+class Positions(Numbers):
+    """Reads the masks of a graph."""
 
     # ------------------------------------------------------------------ masks
     def seen(self, mask: fx.Node) -> Seen | None:
@@ -113,18 +130,30 @@ class Positions:
         flags = all(isinstance(a, fx.Node) and type_of(a).dtype == torch.bool for a in args[:2])
         if target in (AND if positive else OR) and flags:
             return self._read(args[0], positive) & self._read(args[1], positive)  # type: ignore[arg-type]
+        if target in (OR if positive else AND) and flags:
+            either = self._read(args[0], positive).either(self._read(args[1], positive))  # type: ignore[arg-type]
+            if either is not None:
+                return either
         if target in COMPARED:
             how = COMPARED[target]
-            if (bound := self._bound(mask, args, how if positive else OPPOSITE[how])) is not None:
-                return bound
-        if target in (aten.tril.default, aten.triu.default) and self.constant(args[0]) == 1:
+            hows = (HOLDS if positive else OPPOSITE).get(how, [])
+            bounds = [self._bound(mask, args, each, Part(mask, not positive)) for each in hows]
+            known = [bound for bound in bounds if bound is not None]
+            if known and len(known) == len(hows):
+                return known[0] & known[-1]
+        triangle = target in (aten.tril.default, aten.triu.default)
+        if triangle and positive and self.constant(args[0]) != 1 and self._is_flag(args[0]):  # of a mask
+            diagonal = int(given(mask).get("diagonal", 0))
+            bound = Seen(last=diagonal) if target is aten.tril.default else Seen(first=diagonal)
+            return self._read(args[0], True) & bound  # type: ignore[arg-type]
+        if triangle and self.constant(args[0]) == 1:
             diagonal = int(given(mask).get("diagonal", 0))
             lower = target is aten.tril.default
             if lower == positive:
                 return Seen(last=diagonal if lower else diagonal - 1)
             return Seen(first=diagonal if not lower else diagonal + 1)
-        if self.constant(mask) == int(positive):
-            return Seen()
+        if (known := self.constant(mask)) in (0, 1):
+            return Seen() if known == int(positive) else Seen(math.inf, -math.inf)
         moved = self._moved(mask, positive)
         return Seen(parts=(Part(mask, not positive),)) if moved is None else moved
 
@@ -147,43 +176,50 @@ class Positions:
             if place > -3:
                 return None
             seen = self._read(source, positive)  # type: ignore[arg-type]
-            parts = tuple(Part(p.value, p.negated, (*p.unsqueezed, place)) for p in seen.parts)
-            return Seen(seen.first, seen.last, parts, seen.lowest)
+            return seen.moved(lambda p: Part(p.value, p.negated, (*p.unsqueezed, place)))
         if mask.target is aten.view.default:
             (source, *_), inner = mask.args, type_of(mask.args[0])  # type: ignore[arg-type]
             if inner.ndim < 2 or inner.shape[-2:] != type_of(mask).shape[-2:]:
                 return None
             seen = self._read(source, positive)  # type: ignore[arg-type]
-            return None if seen.parts else seen
+            return None if seen.parts else seen.moved(lambda _: Part(mask, not positive))
         return None
 
-    def _bound(self, mask: fx.Node, args: Sequence[Any], how: Callable[[Any, Any], bool]) -> Seen | None:
-        """What it says of `key - row` that one value is below another."""
-        ours, theirs = (self.affine(arg) for arg in args[:2])
-        if ours is None or theirs is None:
+    def _bound(self, mask: fx.Node, args: Sequence[Any], how: Callable[[Any, Any], bool], part: Part) -> Seen | None:
+        """What it says of `key - row` that one value is below another, or not above it."""
+        ours, theirs = args[:2]
+        for a, b, turned in ((ours, theirs, how), (theirs, ours, TURNED[how])):
+            if not isinstance(a, fx.Node) or a.target is not aten.abs.default:
+                continue
+            inner, limit = self.affine(a.args[0]), self.affine(b)
+            if turned not in (operator.le, operator.lt) or inner is None or limit is None:
+                return None
+            both = [inner.times(sign).plus(limit.times(-1)) for sign in (1, -1)]
+            bounds = [bound for value in both if (bound := self._distance(mask, value, turned, part)) is not None]
+            return bounds[0] & bounds[1] if len(bounds) == 2 else None
+        mine, other = self.affine(ours), self.affine(theirs)
+        if mine is None or other is None:
             return None
+        return self._distance(mask, mine.plus(other.times(-1)), how, part)
+
+    def _distance(self, mask: fx.Node, value: Affine, how: Callable[[Any, Any], bool], part: Part) -> Seen | None:
+        """What it says of `key - row` that a value compares so with 0."""
         shape = type_of(mask).shape
-        difference = ours.plus(theirs.times(-1))
-        coefficients = (0,) * (len(shape) - len(difference.coefficients)) + difference.coefficients
-        coefficients = tuple(0 if n == 1 else c for c, n in zip(coefficients, shape, strict=True))
-        lowest, highest = _Affine(difference.const, coefficients).ends(shape)
+        value = value.of_shape(shape)
+        lowest, highest = value.ends(shape)
         if how(lowest, 0) and how(highest, 0):
             return Seen()
-        if len(shape) < 2 or any(coefficients[:-2]) or coefficients[-1] not in (1, -1):
+        if how in (operator.ge, operator.gt):  # turn it over
+            value, how = value.times(-1), TURNED[how]
+        strict = int(how is operator.lt)
+        if (limit := value.limit(strict)) is not None:
+            return Seen(limit[0], limit[1])
+        if (chunks := value.chunks(strict)) is None:
             return None
-        if coefficients[-2] != -coefficients[-1]:
-            return None
-        sign, const = coefficients[-1], difference.const
-        if sign < 0:  # row - key + const: turn it over
-            const, how = (
-                -const,
-                {operator.le: operator.ge, operator.ge: operator.le}.get(how)
-                or (operator.gt if how is operator.lt else operator.lt),
-            )
-        strict = int(how in (operator.lt, operator.gt))
-        if how in (operator.le, operator.lt):
-            return Seen(last=-const - strict)
-        return Seen(first=-const + strict)
+        reach = Seen(chunks.nearest, chunks.farthest)
+        if chunks.shift is None:
+            return reach & Seen(parts=(part,))
+        return reach & Seen(chunks=(InChunks(chunks.size, chunks.shift, chunks.first, chunks.last, part),))
 
     def _added(self, mask: fx.Node) -> Seen | None:
         """Of a mask that is added to scores."""
@@ -210,19 +246,20 @@ class Positions:
                 return Seen(first=diagonal + 1, lowest=lowest)
         if target is aten._to_copy.default and type_of(args[0]).dtype.is_floating_point:  # type: ignore[arg-type]
             inner = self._added(args[0])  # type: ignore[arg-type]
-            return inner if inner is not None and not inner.parts and not inner.lowest else None
+            plain = inner is not None and not inner.parts and len(inner.chunks) < 2 and not inner.lowest
+            return inner if plain else None
         if target in (aten.expand.default, aten.unsqueeze.default, aten.view.default):
             inner = args[0]
             kept = type_of(inner).ndim >= 2 and type_of(inner).shape[-2:] == type_of(mask).shape[-2:]  # type: ignore[arg-type]
             seen = self._added(inner) if kept else None  # type: ignore[arg-type]
-            return seen if seen is not None and not seen.parts else None
+            return seen if seen is not None and not seen.parts and len(seen.chunks) < 2 else None
         return None
 
     def _chosen(self, condition: fx.Node, yes: float | None, no: float | None) -> Seen | None:
         for kept, hidden, positive in ((yes, no, True), (no, yes, False)):
             if kept == 0 and _hides(hidden):
                 seen = self._read(condition, positive)
-                return Seen(seen.first, seen.last, seen.parts, hidden != -math.inf)
+                return replace(seen, lowest=hidden != -math.inf)
         return None
 
     # ------------------------------------------------------------------ numbers
@@ -241,94 +278,9 @@ class Positions:
         known = float(value) if isinstance(value, (bool, int, float)) else None
         return None if copied and known not in (0, 1, -math.inf) else known  # these are the same in any dtype
 
-    def affine(self, value: Any) -> _Affine | None:
-        """A whole number that is affine in its indices."""
-        if isinstance(value, int) and not isinstance(value, bool):
-            return _Affine(value)
-        if not isinstance(value, fx.Node) or value.op != "call_function":
-            return None
-        if value not in self._known:
-            of_indices = type_of(value).dtype in (torch.int64, torch.int32) if _typed(value) else False
-            made = self._made(value) if of_indices else None
-            if made is not None:  # of a dim of size 1 there is one index, 0, and it may be broadcast
-                shape = type_of(value).shape
-                coefficients = (0,) * (len(shape) - len(made.coefficients)) + made.coefficients
-                made = _Affine(made.const, tuple(0 if n == 1 else c for c, n in zip(coefficients, shape, strict=True)))
-                limits = torch.iinfo(type_of(value).dtype)
-                lowest, highest = made.ends(shape)
-                if lowest < limits.min or highest > limits.max:  # it wraps around
-                    made = None
-            self._known[value] = made
-        return self._known[value]
-
-    def _made(self, value: fx.Node) -> _Affine | None:
-        target, args, shape = value.target, value.args, type_of(value).shape
-        if target is aten.full.default:
-            return _Affine(args[1], (0,) * len(shape)) if isinstance(args[1], int) else None
-        if target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
-            said = given(value)
-            start, step = said.get("start", 0), said.get("step", 1)
-            return _Affine(start, (step,)) if isinstance(start, int) and isinstance(step, int) else None
-        if target in (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar):
-            ours, theirs = (self.affine(arg) for arg in args[:2])
-            factor = given(value).get("alpha", 1)
-            if ours is None or theirs is None or not isinstance(factor, int):
-                return None
-            if target is aten.rsub.Scalar:
-                return theirs.plus(ours.times(-factor))
-            return ours.plus(theirs.times(factor if "add" in str(target) else -factor))
-        if target is aten.neg.default:
-            inner = self.affine(args[0])
-            return None if inner is None else inner.times(-1)
-        if target is aten._to_copy.default:
-            return self.affine(args[0])
-        return self._viewed(value)
-
-    def _viewed(self, value: fx.Node) -> _Affine | None:
-        if value.target not in (
-            *(aten.unsqueeze.default, aten.expand.default, aten.view.default, aten.slice.Tensor),
-            *(aten.transpose.int, aten.squeeze.dim, aten.permute.default),
-        ):
-            return None
-        args, shape = value.args, type_of(value).shape
-        inner = self.affine(args[0])
-        if inner is None:
-            return None
-        before = type_of(args[0]).shape  # type: ignore[arg-type]
-        coefficients = (0,) * (len(before) - len(inner.coefficients)) + inner.coefficients
-        if value.target is aten.expand.default:
-            moved = (0,) * (len(shape) - len(before)) + tuple(
-                0 if n == 1 else c for c, n in zip(coefficients, before, strict=True)
-            )
-            return _Affine(inner.const, moved)
-        if value.target is aten.slice.Tensor:
-            said = given(value)
-            dim, start, step = said.get("dim", 0) % len(before), said.get("start") or 0, said.get("step", 1)
-            start = min(max(start + before[dim] if start < 0 else start, 0), before[dim])
-            const = inner.const + coefficients[dim] * start
-            return _Affine(const, (*coefficients[:dim], coefficients[dim] * step, *coefficients[dim + 1 :]))
-        if value.target in (aten.transpose.int, aten.permute.default):
-            order = list(range(len(shape)))
-            if value.target is aten.transpose.int:
-                a, b = (int(d) % len(shape) for d in args[1:3])  # type: ignore[call-overload]
-                order[a], order[b] = b, a
-            else:
-                order = [int(d) % len(shape) for d in args[1]]  # type: ignore[union-attr, call-overload]
-            return _Affine(inner.const, tuple(coefficients[d] for d in order))
-        # A view: dims of size 1 come and go, the others stay in order.
-        left = [c for c, n in zip(coefficients, before, strict=True) if n != 1]
-        if [n for n in before if n != 1] != [n for n in shape if n != 1]:
-            return None
-        return _Affine(inner.const, tuple(0 if n == 1 else left.pop(0) for n in shape))
-
-
-def _typed(value: fx.Node) -> bool:
-    about = value.meta.get("shardc")
-    return about is not None and about.type is not None
-
 
 def _bounded(seen: Seen) -> bool:
-    return (seen.first, seen.last) != (-math.inf, math.inf)
+    return (seen.first, seen.last) != (-math.inf, math.inf) or bool(seen.chunks)
 
 
 def _hides(fill: float | None) -> bool:

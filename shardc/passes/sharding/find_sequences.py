@@ -30,7 +30,7 @@ from torch import fx
 from shardc.ir.blocks import Blocks, truncated, zigzag
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
-from shardc.ir.ops.attention import SDPA, SDPA_BWD
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.mirror import MIRROR
 from shardc.ir.ops.running_sum import RUNNING_SUM
 from shardc.ir.ops.scan import SCAN
@@ -39,6 +39,7 @@ from shardc.ir.schema import given
 from shardc.ir.types import Atom, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.atomize import linked_gradients
+from shardc.passes.sharding.balance import worth_a_zigzag
 from shardc.passes.sharding.divide_scans import divide_scans
 from shardc.passes.sharding.row_moves import (
     GRADIENTS_OF_PICKS,
@@ -80,6 +81,7 @@ class FindSequences(Pass):
 
     sequences: tuple[ShardedSequence, ...] = ()
     balance: Balance = "none"
+    hardware: Hardware = DEFAULT
 
     def run(self, graph: Graph) -> Graph:
         ports = {p.name: n for p, n in zip(graph.inputs, graph.placeholders, strict=True)}
@@ -87,7 +89,9 @@ class FindSequences(Pass):
         if not known:
             return graph
         _reversed_sums(graph)
-        wanted = self.balance == "zigzag" or (self.balance == "auto" and any(map(_is_causal, graph.calls())))
+        axes = dict.fromkeys(s.axis for s, _ in known) if self.balance == "auto" else {}
+        worth = (worth_a_zigzag(node, axis, graph.mesh, self.hardware) for axis in axes for node in graph.calls())
+        wanted = self.balance == "zigzag" or any(worth)
         if not (wanted or any(node.target in {*MOVES, *_SUMS, *_PICKS, SCAN} for node in graph.calls())):
             return graph
         classes = _Classes(graph)
@@ -100,20 +104,12 @@ class FindSequences(Pass):
                 found, balance = todo.pop()
                 roots = {root: s for root, s in found.items() if root not in done}  # chunks may be an input's rows too
                 if roots:
-                    family = _Family(graph, classes, roots, balance)
+                    family = _Family(graph, classes, roots, balance, self.hardware)
                     laid = family.write()
                     done |= {*family.lengths}
                     todo.append((roots, balance))
                     todo.append((family.of_chunks(), laid))
         return graph
-
-
-def _is_causal(node: fx.Node) -> bool:
-    """Do later rows of attention have more to do than earlier ones? With a short window all have the same."""
-    if node.target not in (SDPA, SDPA_BWD) or not given(node)["causal"]:
-        return False
-    window = given(node).get("window", 0)
-    return not window or 2 * window > type_of(given(node)["k"]).shape[-2]
 
 
 def _type(slot: Slot) -> TensorType:
@@ -216,6 +212,7 @@ class _Family:
     classes: _Classes
     roots: dict[Place, ShardedSequence]
     balance: Balance
+    hardware: Hardware
     moves: dict[fx.Node, Move] = field(default_factory=dict[fx.Node, Move])
     lengths: dict[Place, int] = field(default_factory=dict[Place, int])
 
@@ -313,7 +310,7 @@ class _Family:
                 atoms = {root: self._atom(balanced, length) for root, length in self.lengths.items()}
                 self._place(places, atoms | {root: zigzag(n, axis, first.ranks) for root, n in chunks.items()})
                 why = self._refused(places)
-                if not why and (self.balance == "zigzag" or any(map(self._is_causal_along, self._calls(places)))):
+                if not why and (self.balance == "zigzag" or any(map(self._is_lopsided_along, self._calls(places)))):
                     return "zigzag"
             if why and self.balance == "zigzag" and not first.of_chunks:
                 message = f"the rows of {first.text or first.port} are not in zigzag: {why}"
@@ -367,9 +364,10 @@ class _Family:
                         seen.add(node)
                         yield node
 
-    def _is_causal_along(self, node: fx.Node) -> bool:
+    def _is_lopsided_along(self, node: fx.Node) -> bool:
         """Is it causal attention whose rows are the sequence, and not its batch or its heads?"""
-        if not _is_causal(node):
+        axis = next(iter(self.roots.values())).axis
+        if not worth_a_zigzag(node, axis, self.graph.mesh, self.hardware):
             return False
         q = given(node)["q"]
         first = sum(map(len, type_of(q).dims[:-2]))

@@ -38,6 +38,7 @@ from shardc.passes.sharding.chunked_rows import separate_chunks
 from shardc.passes.sharding.join_rows import join_rows
 from shardc.passes.sharding.strided_taps import MOST_TAPS, Phases, unfold
 from shardc.plan.context import Balance
+from shardc.rules.attention_rows import implied
 
 aten = torch.ops.aten
 SPACE = 2  # the dim of a sequence in a convolution's input
@@ -54,7 +55,7 @@ class SpreadTaps(Pass):
     def run(self, graph: Graph) -> Graph:
         if not self.lengths:
             return graph
-        causal = (n.target in (SDPA, SDPA_BWD) and bool(given(n).get("causal")) for n in graph.calls())
+        causal = (n.target in (SDPA, SDPA_BWD) and implied(given(n)) for n in graph.calls())
         turned = self.balance == "zigzag" or (self.balance == "auto" and any(causal))
         lengths = set(self.lengths)
         for node in list(graph.calls()):
