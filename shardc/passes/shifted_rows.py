@@ -15,13 +15,11 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from shardc.ir.blocks import Blocks, blocks_of
+from shardc.ir.blocks import Blocks
 from shardc.ir.graph import info, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.collectives import all_gather
 from shardc.ir.ops.halo import NEIGHBOUR_ROWS
 from shardc.ir.ops.mirror import MIRROR, MIRROR_ROWS
-from shardc.ir.ops.running_sum import PART_SUMS, PART_TOTALS, SUMS_BEHIND
 from shardc.ir.ops.shift import SHIFT_JOIN, SHIFT_ROWS, routes, rows_by_hop, size_of
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, TensorType
@@ -116,46 +114,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, (list, tuple)) else value
 
 
-# ------------------------------------------------------------------------------------------------ running sums
-def _part_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]:
-    args = given(node)
-    if (wrong := _layout_fault(args, mesh)) is not None:
-        return [wrong]
-    want = type_of(args["x"])
-    if node.target is PART_TOTALS:
-        if args["blocks"] != len(blocks_of(size_of(args["source"]))):
-            return [f"has {args['blocks']} totals, of {args['source']}"]
-        want = with_rows(want, args["dim"], args["blocks"], mesh.resolve(args["axes"]), mesh)
-    return [] if result_types[0] == want else [f"yields {want}, the result says {result_types[0]}"]
-
-
-def _behind_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]:
-    """The sums are those of the same rows, in the same direction, whose totals were gathered."""
-    args = given(node)
-    if (wrong := _layout_fault(args, mesh)) is not None:
-        return [wrong]
-    parts, gathered = args["x"], args["totals"]
-    layout = (args["dim"], args["source"], tuple(mesh.resolve(args["axes"])))
-    of: list[fx.Node] = []
-    if parts.op != "placeholder":
-        if parts.target is not PART_SUMS or given(parts)["reverse"] != args["reverse"]:
-            return [f"%{info(parts).name} are no sums of parts in this direction"]
-        of.append(parts)
-    if gathered.op != "placeholder":
-        totals = given(gathered)["x"] if gathered.target is all_gather else gathered
-        if totals.target is not PART_TOTALS or tuple(given(gathered)["axes"]) != layout[2]:
-            return [f"%{info(gathered).name} are not the totals of all ranks along {'.'.join(layout[2])}"]
-        of.append(totals)
-    if len({given(node)["x"] for node in of}) > 1:
-        return ["adds totals of other rows"]
-    for made in of:
-        said = given(made)
-        if (said["dim"], said["source"], tuple(mesh.resolve(said["axes"]))) != layout:
-            return [f"%{info(made).name} is of another layout"]
-    want = type_of(parts)
-    return [] if result_types[0] == want else [f"yields {want}, the result says {result_types[0]}"]
-
-
 # ------------------------------------------------------------------------------------------------ the other order
 def _mirror_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]:
     """Own rows are turned where they are both ends of a zigzag; else they go to the rank as far from the end."""
@@ -178,9 +136,6 @@ def _mirror_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[st
 SHIFT_FAULTS: Mapping[Any, Faults] = {
     SHIFT_ROWS: _rows_faults,
     SHIFT_JOIN: _join_faults,
-    PART_SUMS: _part_faults,
-    PART_TOTALS: _part_faults,
-    SUMS_BEHIND: _behind_faults,
     MIRROR: _mirror_faults,
     MIRROR_ROWS: _mirror_faults,
 }

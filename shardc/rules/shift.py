@@ -8,8 +8,6 @@ Where the result is of another length, its rows have to lie with the ranks that 
 then one of blocks with room (`ir.blocks`), which `find_sequences` puts there. Otherwise both are whole.
 
 Rows in the other order (`ir.ops.mirror`) go to the rank as far from the end, where all have as many of them.
-
-A running sum (`ir.ops.running_sum`) gathers a total for each run of rows that a rank has.
 """
 
 from __future__ import annotations
@@ -24,10 +22,8 @@ from torch import fx
 from shardc.ir.blocks import Blocks, blocks_of
 from shardc.ir.graph import info, op_name, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.collectives import all_gather
 from shardc.ir.ops.halo import NEIGHBOUR_ROWS
 from shardc.ir.ops.mirror import MIRROR, MIRROR_ROWS
-from shardc.ir.ops.running_sum import PART_SUMS, PART_TOTALS, RUNNING_SUM, SUMS_BEHIND
 from shardc.ir.ops.shift import REGROUP, SHIFT, SHIFT_JOIN, SHIFT_ROWS, routes, rows_by_hop
 from shardc.ir.provenance import Cause, Derivation
 from shardc.ir.schema import given
@@ -181,36 +177,4 @@ def local_mirror(call: LocalCall) -> Any:
     examples=[((4, 6), 1), ((4, 6, 3), 0), ((6,), 0)],
 )
 def mirror(x: Dims, dim: int) -> str:
-    return f"{x} -> {x}"
-
-
-# ------------------------------------------------------------------------------------------------ running sums
-@by_block
-def local_running_sum(call: LocalCall) -> Any:
-    """A rank's own sums, and the totals of the runs before its own."""
-    x, args, mesh = call.args["x"], call.args, call.graph.mesh
-    type, dim = type_of(x), args["dim"]
-    if not any(atom.axes for atom in type.dims[dim]):
-        return call.with_args()
-    (atom,) = type.dims[dim]
-    axes, source, reverse = list(mesh.resolve(atom.axes)), str(atom.size), args["reverse"]
-    blocks, ranks = len(blocks_of(atom.size)), mesh.size(atom.axes)
-    parts = moved(call, x, PART_SUMS, (x, dim, source, axes, reverse), type, tuple(axes))
-    each = with_rows(type, dim, blocks, tuple(axes), mesh)
-    totals = moved(call, x, PART_TOTALS, (x, dim, source, axes, blocks), each, tuple(axes))
-    pos = sum(map(len, type.dims[:dim]))
-    every = TensorType(type.dtype, (*type.dims[:dim], (Atom(blocks * ranks),), *type.dims[dim + 1 :]), type.partial)
-    told = (axes, list(each.local_atoms(mesh)), pos, blocks * ranks, list(every.local_shape(mesh)))
-    gathered = moved(call, totals, all_gather, (totals, *told), every, tuple(axes))
-    return SUMS_BEHIND, (parts, gathered, dim, source, axes, reverse), {}
-
-
-@rule(
-    RUNNING_SUM,
-    linear="joint",
-    localize=local_running_sum,
-    unfit=unfit,
-    examples=[((4, 6), 1, False), ((4, 6, 3), 1, True), ((6,), 0, False)],
-)
-def running_sum(x: Dims, dim: int, reverse: bool) -> str:
     return f"{x} -> {x}"
