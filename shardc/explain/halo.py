@@ -18,7 +18,7 @@ from shardc.ir.ops.cumulative import CUMULATIVE_PART
 from shardc.ir.ops.cumulative_extremes import CUMULATIVE_EXTREME_PART, EXTREME_GRADIENT, EXTREME_GRADIENT_PART
 from shardc.ir.ops.extreme import EXTREME_OF_RUNS
 from shardc.ir.ops.halo import HALO, HALO_SUM, NEIGHBOUR_ROWS
-from shardc.ir.ops.mirror import MIRROR_ROWS
+from shardc.ir.ops.mirror import MIRROR, MIRROR_ROWS
 from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD
 from shardc.ir.ops.scan_body import TIME, parse_body
 from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD, SCAN_TURN, SCAN_TURN_BACKWARD
@@ -41,8 +41,8 @@ def explained_by_rows(node: fx.Node) -> bool:
 
 def reader_of(rows: fx.Node) -> fx.Node:
     """The call that reads the rows of a neighbour, or whose gradient they are."""
-    if rows.target is MIRROR_ROWS:
-        return rows
+    if rows.target is MIRROR_ROWS:  # which are moved, where parts are unequal
+        return next((user for user in rows.users if user.target is SHIFT_JOIN), rows)
     joined = next(iter(rows.users))
     if joined.target in (SCAN_TURN, SCAN_TURN_BACKWARD):  # what comes of a turn is read by the next one, and by all
         joined = next(user for user in rows.users if user.target in (SCAN_PART, SCAN_PART_BACKWARD))
@@ -122,7 +122,7 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
         elif reader.target in CUMULATIVE_PARTS:
             what = "extreme" if reader.target is CUMULATIVE_EXTREME_PART else _CUMULATIVE[given(reader)["kind"]]
             why = f"{lies}, and each {what} has all rows before it: those of other ranks come as one {what}"
-        elif reader.target is MIRROR_ROWS:
+        elif call.target is MIRROR:
             why = f"{lies}, and its rows are turned round: a rank's go to the one as far from the end"
         elif reader.target is STATES_BEHIND:
             why = f"{lies}, and each chunk's state has all chunks before it: those of other ranks come as one of a rank"

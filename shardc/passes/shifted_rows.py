@@ -27,7 +27,7 @@ from shardc.rules.halo import with_rows
 from shardc.rules.shift import has_both_ends, layout_of
 
 Declared = Sequence[TensorType | None]
-LAYOUT = ("dim", "source", "target", "axes", "offset", "wrap")
+LAYOUT = ("dim", "source", "target", "axes", "offset", "wrap", "mirror")
 
 
 class Faults(Protocol):
@@ -50,7 +50,8 @@ def _layout_fault(args: Mapping[str, Any], mesh: Mesh) -> str | None:
 
 def _by_hop(args: Mapping[str, Any], mesh: Mesh) -> dict[int, int]:
     axes = tuple(mesh.resolve(args["axes"]))
-    return rows_by_hop(routes(args["source"], args["target"], axes, mesh, args["offset"], args["wrap"]))
+    how = args["offset"], args["wrap"], args.get("mirror", False)
+    return rows_by_hop(routes(args["source"], args["target"], axes, mesh, *how))
 
 
 def _readable(text: str) -> bool:
@@ -83,7 +84,7 @@ def _join_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
     needed = _by_hop(args, mesh)
     if list(args["hops"]) != list(needed) or len(args["received"]) != len(needed):
         return [f"joins rows from {list(args['hops'])} ranks behind, where those from {list(needed)} are needed"]
-    layout = [_plain(args[name]) for name in LAYOUT]
+    layout = [_plain(args.get(name, False)) for name in LAYOUT]
     for (hop, rows), part in zip(needed.items(), args["received"], strict=True):
         if part.op == "placeholder":  # of a stage, which did not send them itself
             want = with_rows(type_of(x), dim, rows, mesh.resolve(args["axes"]), mesh)
@@ -95,7 +96,7 @@ def _join_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
             return [f"%{info(part).name} are no rows of another rank"]
         way, of = given(part), given(sent)
         came = (way["start"], way["length"], -way["shift"], tuple(mesh.resolve(way["axes"])))
-        said = [_plain(of[name]) for name in LAYOUT]
+        said = [_plain(of.get(name, False)) for name in LAYOUT]
         if (of["x"], of["hop"], said) != (x, hop, layout) or came != (0, rows, hop, tuple(mesh.resolve(args["axes"]))):
             return [f"%{info(part).name} are other rows than those that the rank {hop} behind has to send"]
     type, atom = type_of(x), Atom(size_of(args["target"]), type_of(x).dims[dim][0].axes)
@@ -119,6 +120,7 @@ def _mirror_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[st
     """Own rows are turned where they are both ends of a zigzag; else they go to the rank as far from the end."""
     args = given(node)
     type, dim = type_of(args["x"]), args["dim"]
+    want = type
     if not 0 <= dim < type.ndim:
         return [f"turns dim {dim} of {type}"]
     atoms = [atom for atom in type.dims[dim] if atom.axes]
@@ -128,9 +130,13 @@ def _mirror_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[st
     if node.target is MIRROR_ROWS:
         if not lies or lies != tuple(mesh.resolve(args["axes"])):
             return [f"takes dim {dim} of {type} to lie over {'.'.join(args['axes'])}"]
-        if len(type.dims[dim]) != 1 or isinstance(atoms[0].size, Blocks) or atoms[0].uneven(mesh):
+        (atom,) = atoms
+        blocks = isinstance(atom.size, Blocks) and len(atom.size.parts) > 1
+        if len(type.dims[dim]) != 1 or blocks or (atom.uneven(mesh) and len(lies) > 1):
             return [f"turns {type}, of which ranks have unequal parts"]
-    return [] if result_types[0] == type else [f"yields {type}, the result says {result_types[0]}"]
+        if atom.uneven(mesh):  # padding is turned round too: it comes first
+            want = with_rows(type, dim, atom.local(mesh), lies, mesh)
+    return [] if result_types[0] == want else [f"yields {want}, the result says {result_types[0]}"]
 
 
 SHIFT_FAULTS: Mapping[Any, Faults] = {

@@ -71,8 +71,12 @@ def local_shift(call: LocalCall) -> Any:
     return _routed(call, args["offset"], args["wrap"], args["fill"])
 
 
-def _routed(call: LocalCall, offset: int, wrap: bool, fill: float) -> Any:
-    x, dim, mesh = call.args["x"], call.args["dim"], call.graph.mesh
+def _routed(
+    call: LocalCall, offset: int, wrap: bool, fill: float, mirror: bool = False, x: fx.Node | None = None
+) -> Any:
+    """A move of the operand, or of `x`."""
+    x = x or call.args["x"]
+    dim, mesh = call.args["dim"], call.graph.mesh
     type, after = type_of(x), call.results[0]
     if not any(atom.axes for atom in type.dims[dim]):
         return call.with_args()
@@ -80,14 +84,14 @@ def _routed(call: LocalCall, offset: int, wrap: bool, fill: float) -> Any:
         tuple(mesh.resolve(type.dims[dim][0].axes)),
         *map(layout_of, (type.dims[dim], after.dims[dim])),
     )
-    layout = (dim, source, target, list(axes), offset, wrap)
-    by_hop = rows_by_hop(routes(source, target, axes, mesh, offset, wrap))
+    layout, turned = (dim, source, target, list(axes), offset, wrap), (True,) if mirror else ()
+    by_hop = rows_by_hop(routes(source, target, axes, mesh, offset, wrap, mirror))
     received: list[fx.Node] = []
     for hop, rows in by_hop.items():
         some = with_rows(type, dim, rows, axes, mesh)
-        sent = moved(call, x, SHIFT_ROWS, (x, *layout, hop, rows), some, axes)
+        sent = moved(call, x, SHIFT_ROWS, (x, *layout, hop, rows, *turned), some, axes)
         received.append(moved(call, x, NEIGHBOUR_ROWS, (sent, list(axes), dim, 0, rows, -hop), some, axes))
-    return SHIFT_JOIN, (x, received, *layout, list(by_hop), after.local_shape(mesh)[dim], fill), {}
+    return SHIFT_JOIN, (x, received, *layout, list(by_hop), after.local_shape(mesh)[dim], fill, *turned), {}
 
 
 @rule(
@@ -149,24 +153,33 @@ def has_both_ends(atom: Atom, mesh: Mesh) -> bool:
 
 
 def unlike(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh: Mesh) -> set[int]:
-    """A dim of several atoms, or of which ranks have unequal parts, is turned whole."""
+    """A dim of several atoms, or of which the parts of several axes are unequal, is turned whole."""
     x, dim = type_of(given(node)["x"]), given(node)["dim"]
     first = sum(map(len, x.dims[:dim]))
     pieces = {p for p in projection.operands[0][first : first + len(x.dims[dim])] if split.get(p)}
     atoms = [Atom(projection.sizes[p], tuple(split[p])) for p in pieces]
-    fits = len(x.dims[dim]) == 1 and all(
-        has_both_ends(atom, mesh) if isinstance(atom.size, Blocks) else not atom.uneven(mesh) for atom in atoms
-    )
-    return set() if fits else pieces
+    several = any(len(mesh.resolve(atom.axes)) > 1 and atom.uneven(mesh) for atom in atoms)
+    copied = any(isinstance(atom.size, Blocks) and atom.size.copied for atom in atoms)
+    return pieces if len(x.dims[dim]) != 1 or several or copied else set()
 
 
 @by_block
 def local_mirror(call: LocalCall) -> Any:
+    """Rows go to the rank as far from the end, and as many further as that one's part is longer. Of a zigzag, whose
+    ranks have rows of both ends, few have to go."""
     x, dim, mesh = call.args["x"], call.args["dim"], call.graph.mesh
-    axes = tuple(axis for atom in type_of(x).dims[dim] for axis in mesh.resolve(atom.axes))
-    if not axes or has_both_ends(type_of(x).dims[dim][0], mesh):
+    type = type_of(x)
+    axes = tuple(axis for atom in type.dims[dim] for axis in mesh.resolve(atom.axes))
+    if not axes or has_both_ends(type.dims[dim][0], mesh):
         return call.with_args()
-    return MIRROR_ROWS, (x, list(axes), dim), {}
+    (atom,) = type.dims[dim]
+    if isinstance(atom.size, Blocks) and len(atom.size.parts) > 1:
+        return _routed(call, 0, False, 0.0, mirror=True)
+    if not atom.uneven(mesh):
+        return MIRROR_ROWS, (x, list(axes), dim), {}
+    every = with_rows(type, dim, atom.local(mesh), axes, mesh)
+    turned = moved(call, x, MIRROR_ROWS, (x, list(axes), dim), every, axes)
+    return _routed(call, every.shape[dim] - int(atom.size), False, 0.0, x=turned)
 
 
 @rule(

@@ -199,11 +199,11 @@ def test_models_equal_eager(mesh: str, length: int, balance: str) -> None:
     params = {"gate.weight": "tp, -", "gate.bias": "tp"} if "tp" in mesh else {}
     program = prefixes(length, mesh, balance, params=params)
     assert program.verify().ok
-    assert not [d for d in program.diagnostics if d.code == "SC203"]
+    assert not [d for d in program.diagnostics if d.code == "SC203" and d.severity == "warning"]
     ranks, runs = program.mesh.size("cp"), 2 if balance == "zigzag" else 1
     samples = 4 // (2 if "dp" in mesh else 1)
     for c in program.collectives():
-        if c.kind == "all_gather":  # two rows of 8 bytes a number for each run, at most
+        if c.kind == "all_gather" and "cp" in c.axes:  # two rows of 8 bytes a number for each run, at most
             assert c.bytes_per_rank <= 2 * 8 * 6 * samples * runs * (ranks - 1), c.value
 
 

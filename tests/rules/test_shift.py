@@ -17,6 +17,7 @@ from shardc.ir.blocks import truncated, zigzag
 from shardc.ir.graph import Graph, Port, ValueInfo, set_info, type_of, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.halo import NEIGHBOUR_ROWS
+from shardc.ir.ops.mirror import MIRROR
 from shardc.ir.ops.shift import SHIFT, SHIFT_JOIN, SHIFT_ROWS
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
@@ -99,6 +100,16 @@ def test_rows_move_back_from_fewer(layout: Layout, offset: int, less: int) -> No
             if 0 <= i + offset < int(part):
                 expected[:, i] = x[:, i + offset]
         assert torch.equal(found, expected)
+
+
+@given(atoms(), st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_rows_in_the_other_order_over_any_layout(layout: Layout, less: int) -> None:
+    size, axes, mesh = layout
+    part = truncated(size, int(size) - less) if less and int(size) - less > 1 else None
+    type = rows(size if part is None else part, axes)
+    if len(axes) == 1 or not type.dims[1][0].uneven(mesh):
+        assert torch.equal(moved(MIRROR, (1,), type, type, mesh), numbered(type).flip(1))
 
 
 # ------------------------------------------------------------------------------------------------ models

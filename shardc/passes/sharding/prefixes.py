@@ -43,14 +43,16 @@ def unify_prefixes(graph: Graph) -> None:
         if node.target is not aten.flip.default:
             continue
         summed, dims = given(node)["self"], list(given(node)["dims"])
-        if summed.target not in KINDS or len(summed.users) != 1 or len(dims) != 1:
+        if summed.target not in (*KINDS, CUMULATIVE) or len(summed.users) != 1 or len(dims) != 1:
             continue
-        turned, ndim = given(summed)["self"], type_of(node).ndim
+        of = given(summed)
+        turned, ndim = of["x" if summed.target is CUMULATIVE else "self"], type_of(node).ndim
         if turned.target is not aten.flip.default or type_of(turned).dtype != type_of(node).dtype:
             continue
-        along = {d % ndim for d in (*dims, *given(turned)["dims"], given(summed)["dim"])}
+        along = {d % ndim for d in (*dims, *given(turned)["dims"], of["dim"])}
         if len(given(turned)["dims"]) == 1 and len(along) == 1:
-            node.args = (given(turned)["self"], *along, KINDS[summed.target], True)
+            kind = of["kind"] if summed.target is CUMULATIVE else KINDS[summed.target]
+            node.args = (given(turned)["self"], *along, kind, not of.get("reverse", False))
             node.target, node.kwargs = CUMULATIVE, {}
     graph.erase_dead()
 
