@@ -73,8 +73,8 @@ class _Window:
 
 
 def pool(graph: Graph, node: fx.Node, lengths: Collection[int], even: Collection[int]) -> int | None:
-    """A pooling, or its gradient; how many rows it yields. Of a sequence of an `even` length ranks have runs of rows, in
-    which windows that tile it stay what they are."""
+    """A pooling, or its gradient; how many rows it yields. Of a sequence of an `even` length, ranks have runs of
+    rows, and windows that tile it stay what they are."""
     args = given(node)
     x, y = args["self"], args.get("grad_output", results(node)[0] if "grad_output" not in args else None)
     if y is None or not type_of(x).dtype.is_floating_point or type_of(x).ragged:
@@ -179,7 +179,8 @@ def _maximum(graph: Graph, e: Emit, node: fx.Node, window: _Window, other: _Wind
         least = e(aten.bitwise_and.Tensor, least, known)
         better = least if better is None else e(aten.bitwise_and.Tensor, least, better)
         best, where = e.where(better, value, best), e.where(better, row, where)
-    assert best is not None and where is not None
+    assert best is not None
+    assert where is not None
     if window.dim == ndim - 2:  # a place in the plane
         columns = e.along(e(aten.arange.default, shape[-1], dtype=torch.int64), ndim - 1, ndim)
         where = e.add(e.mul(where, shape[-1]), columns)
