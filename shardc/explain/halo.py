@@ -14,9 +14,11 @@ from torch import fx
 from shardc.explain.provenance import Trail, step
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.ops.carried_states import CARRIED_STATES, STATES_BEHIND
+from shardc.ir.ops.cumulative import CUMULATIVE_PART
+from shardc.ir.ops.cumulative_extremes import CUMULATIVE_EXTREME_PART, EXTREME_GRADIENT, EXTREME_GRADIENT_PART
+from shardc.ir.ops.extreme import EXTREME_OF_RUNS
 from shardc.ir.ops.halo import HALO, HALO_SUM, NEIGHBOUR_ROWS
-from shardc.ir.ops.mirror import MIRROR_ROWS
-from shardc.ir.ops.running_sum import SUMS_BEHIND
+from shardc.ir.ops.mirror import MIRROR, MIRROR_ROWS
 from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD
 from shardc.ir.ops.scan_body import TIME, parse_body
 from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD, SCAN_TURN, SCAN_TURN_BACKWARD
@@ -25,6 +27,7 @@ from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
 from shardc.rules.window import WINDOWED
 
+CUMULATIVE_PARTS = (CUMULATIVE_PART, CUMULATIVE_EXTREME_PART, EXTREME_GRADIENT_PART, EXTREME_OF_RUNS)
 SCAN_PARTS = (SCAN_PART, SCAN_PART_BACKWARD, SCAN_TURN, SCAN_TURN_BACKWARD)
 INHERENT = "a rank that has a part of a dim needs the rows about it; a gather would send all of them"
 
@@ -32,20 +35,20 @@ INHERENT = "a rank that has a part of a dim needs the rows about it; a gather wo
 def explained_by_rows(node: fx.Node) -> bool:
     """Was the collective put in for rows of others, or for their sums?"""
     return node.target in (NEIGHBOUR_ROWS, MIRROR_ROWS) or any(
-        user.target in (SUMS_BEHIND, STATES_BEHIND, *SCAN_PARTS) for user in node.users
+        user.target in (*CUMULATIVE_PARTS, STATES_BEHIND, *SCAN_PARTS) for user in node.users
     )
 
 
 def reader_of(rows: fx.Node) -> fx.Node:
     """The call that reads the rows of a neighbour, or whose gradient they are."""
-    if rows.target is MIRROR_ROWS:
-        return rows
+    if rows.target is MIRROR_ROWS:  # which are moved, where parts are unequal
+        return next((user for user in rows.users if user.target is SHIFT_JOIN), rows)
     joined = next(iter(rows.users))
     if joined.target in (SCAN_TURN, SCAN_TURN_BACKWARD):  # what comes of a turn is read by the next one, and by all
         joined = next(user for user in rows.users if user.target in (SCAN_PART, SCAN_PART_BACKWARD))
     if joined.target in SCAN_PARTS:
         return joined
-    if joined.target in (SHIFT_JOIN, SUMS_BEHIND, STATES_BEHIND):
+    if joined.target in (SHIFT_JOIN, *CUMULATIVE_PARTS, STATES_BEHIND):
         return joined
     node = joined
     while node.target is HALO:
@@ -79,6 +82,7 @@ def _state_trails(graph: Graph, causes: Causes, call: fx.Node, part: dict[str, A
 
 
 _SIDE = ("before", "behind")
+_CUMULATIVE = {"sum": "sum", "prod": "product", "logsumexp": "log-sum-exp"}
 
 
 def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
@@ -93,11 +97,12 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
     causes, said = Causes(graph), given(call)
     if call.target in (SCAN, SCAN_BACKWARD):
         return _state_trails(graph, causes, call, given(reader), given(rows)["axes"])
-    moves = reader.target in (SHIFT_JOIN, SUMS_BEHIND, MIRROR_ROWS)
+    moves = reader.target in (SHIFT_JOIN, *CUMULATIVE_PARTS, MIRROR_ROWS)
     if call.target is CARRIED_STATES:
         x, dim = said["addends"], type_of(said["decay"]).ndim - 1
     else:
-        x, dim = (said["x"], said["dim"]) if moves else (said["input" if "input" in said else "self"], args["dim"])
+        of = next(name for name in ("x", "g", "input", "self") if name in said)
+        x, dim = said[of], said["dim"] if moves else args["dim"]
     first = sum(map(len, type_of(x).dims[:dim]))
     atoms = range(first, first + len(type_of(x).dims[dim]))
     summed = next(iter(rows.users)).target is HALO_SUM
@@ -110,9 +115,14 @@ def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
         cause = str(graph.seeds[way[0][0][0]].cause) if way else ""
         lies = f"dim {dim} of %{info(x).name} is sharded over {shown}"
         needed = f"%{info(call).name} ({op_name(call.target)}) reads them"
-        if reader.target is SUMS_BEHIND:
-            why = f"{lies}, and each sum has all rows before it: those of other ranks come as one sum"
-        elif reader.target is MIRROR_ROWS:
+        if call.target is EXTREME_GRADIENT:
+            why = f"{lies}, and rows point to earlier ones: what those of a rank leave to another one comes as one sum"
+        elif reader.target is EXTREME_OF_RUNS:
+            why = f"{lies}, and its greatest or least row is found of one of each rank"
+        elif reader.target in CUMULATIVE_PARTS:
+            what = "extreme" if reader.target is CUMULATIVE_EXTREME_PART else _CUMULATIVE[given(reader)["kind"]]
+            why = f"{lies}, and each {what} has all rows before it: those of other ranks come as one {what}"
+        elif call.target is MIRROR:
             why = f"{lies}, and its rows are turned round: a rank's go to the one as far from the end"
         elif reader.target is STATES_BEHIND:
             why = f"{lies}, and each chunk's state has all chunks before it: those of other ranks come as one of a rank"

@@ -41,6 +41,7 @@ from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
 from shardc.ir.ops.local import told
 from shardc.ir.ops.pick import PICK_ROWS, PLACE_ROWS
 from shardc.ir.ops.scan_parts import SCAN_PART
+from shardc.ir.ops.take import ADD_ROWS, TAKE_ROWS
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
 from shardc.passes.attention_keys import STANDS_FOR, as_of_whole, keys_faults
@@ -57,6 +58,7 @@ from shardc.passes.attention_rows import (
     uncounted,
 )
 from shardc.passes.carried_states import CARRIED_FAULTS
+from shardc.passes.cumulative_rows import CUMULATIVE_FAULTS
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import HALO_FAULTS, PlainCall, plain_call
 from shardc.passes.scan_parts import PARTS, SCAN_PARTS, scan_faults
@@ -92,7 +94,7 @@ def placement_faults(node: fx.Node, result_types: Sequence[TensorType | None], m
     read = tuple(_own(value) if node.target is aten.sub.Tensor else type_of(value) for value in operands(node))
     if node.target in WINDOWED and (plain := plain_call(node, mesh)) is not None:
         return [plain] if isinstance(plain, str) else _windowed_faults(node, plain, read, result_types, mesh)
-    if node.target in (PICK_ROWS, PLACE_ROWS) and (wrong := pick_faults(node, result_types)):
+    if node.target in (PICK_ROWS, PLACE_ROWS, TAKE_ROWS, ADD_ROWS) and (wrong := pick_faults(node, result_types)):
         return wrong
     if node.target in (*WHOLE, *ASKED) and (wrong := uncounted(node)):
         return wrong
@@ -567,6 +569,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **HALO_FAULTS,
     **SHIFT_FAULTS,
     **CARRIED_FAULTS,
+    **CUMULATIVE_FAULTS,
     NEXT_KEYS: moved_faults,
     **dict.fromkeys((REACH_ROWS, REACH_SUM), reach_faults),
     SUM_KEYS: summed_faults,

@@ -15,13 +15,11 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from shardc.ir.blocks import Blocks, blocks_of
+from shardc.ir.blocks import Blocks
 from shardc.ir.graph import info, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.collectives import all_gather
 from shardc.ir.ops.halo import NEIGHBOUR_ROWS
 from shardc.ir.ops.mirror import MIRROR, MIRROR_ROWS
-from shardc.ir.ops.running_sum import PART_SUMS, PART_TOTALS, SUMS_BEHIND
 from shardc.ir.ops.shift import SHIFT_JOIN, SHIFT_ROWS, routes, rows_by_hop, size_of
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, TensorType
@@ -29,7 +27,7 @@ from shardc.rules.halo import with_rows
 from shardc.rules.shift import has_both_ends, layout_of
 
 Declared = Sequence[TensorType | None]
-LAYOUT = ("dim", "source", "target", "axes", "offset", "wrap")
+LAYOUT = ("dim", "source", "target", "axes", "offset", "wrap", "mirror")
 
 
 class Faults(Protocol):
@@ -52,7 +50,8 @@ def _layout_fault(args: Mapping[str, Any], mesh: Mesh) -> str | None:
 
 def _by_hop(args: Mapping[str, Any], mesh: Mesh) -> dict[int, int]:
     axes = tuple(mesh.resolve(args["axes"]))
-    return rows_by_hop(routes(args["source"], args["target"], axes, mesh, args["offset"], args["wrap"]))
+    how = args["offset"], args["wrap"], args.get("mirror", False)
+    return rows_by_hop(routes(args["source"], args["target"], axes, mesh, *how))
 
 
 def _readable(text: str) -> bool:
@@ -85,7 +84,7 @@ def _join_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
     needed = _by_hop(args, mesh)
     if list(args["hops"]) != list(needed) or len(args["received"]) != len(needed):
         return [f"joins rows from {list(args['hops'])} ranks behind, where those from {list(needed)} are needed"]
-    layout = [_plain(args[name]) for name in LAYOUT]
+    layout = [_plain(args.get(name, False)) for name in LAYOUT]
     for (hop, rows), part in zip(needed.items(), args["received"], strict=True):
         if part.op == "placeholder":  # of a stage, which did not send them itself
             want = with_rows(type_of(x), dim, rows, mesh.resolve(args["axes"]), mesh)
@@ -97,7 +96,7 @@ def _join_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
             return [f"%{info(part).name} are no rows of another rank"]
         way, of = given(part), given(sent)
         came = (way["start"], way["length"], -way["shift"], tuple(mesh.resolve(way["axes"])))
-        said = [_plain(of[name]) for name in LAYOUT]
+        said = [_plain(of.get(name, False)) for name in LAYOUT]
         if (of["x"], of["hop"], said) != (x, hop, layout) or came != (0, rows, hop, tuple(mesh.resolve(args["axes"]))):
             return [f"%{info(part).name} are other rows than those that the rank {hop} behind has to send"]
     type, atom = type_of(x), Atom(size_of(args["target"]), type_of(x).dims[dim][0].axes)
@@ -116,51 +115,12 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, (list, tuple)) else value
 
 
-# ------------------------------------------------------------------------------------------------ running sums
-def _part_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]:
-    args = given(node)
-    if (wrong := _layout_fault(args, mesh)) is not None:
-        return [wrong]
-    want = type_of(args["x"])
-    if node.target is PART_TOTALS:
-        if args["blocks"] != len(blocks_of(size_of(args["source"]))):
-            return [f"has {args['blocks']} totals, of {args['source']}"]
-        want = with_rows(want, args["dim"], args["blocks"], mesh.resolve(args["axes"]), mesh)
-    return [] if result_types[0] == want else [f"yields {want}, the result says {result_types[0]}"]
-
-
-def _behind_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]:
-    """The sums are those of the same rows, in the same direction, whose totals were gathered."""
-    args = given(node)
-    if (wrong := _layout_fault(args, mesh)) is not None:
-        return [wrong]
-    parts, gathered = args["x"], args["totals"]
-    layout = (args["dim"], args["source"], tuple(mesh.resolve(args["axes"])))
-    of: list[fx.Node] = []
-    if parts.op != "placeholder":
-        if parts.target is not PART_SUMS or given(parts)["reverse"] != args["reverse"]:
-            return [f"%{info(parts).name} are no sums of parts in this direction"]
-        of.append(parts)
-    if gathered.op != "placeholder":
-        totals = given(gathered)["x"] if gathered.target is all_gather else gathered
-        if totals.target is not PART_TOTALS or tuple(given(gathered)["axes"]) != layout[2]:
-            return [f"%{info(gathered).name} are not the totals of all ranks along {'.'.join(layout[2])}"]
-        of.append(totals)
-    if len({given(node)["x"] for node in of}) > 1:
-        return ["adds totals of other rows"]
-    for made in of:
-        said = given(made)
-        if (said["dim"], said["source"], tuple(mesh.resolve(said["axes"]))) != layout:
-            return [f"%{info(made).name} is of another layout"]
-    want = type_of(parts)
-    return [] if result_types[0] == want else [f"yields {want}, the result says {result_types[0]}"]
-
-
 # ------------------------------------------------------------------------------------------------ the other order
 def _mirror_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]:
     """Own rows are turned where they are both ends of a zigzag; else they go to the rank as far from the end."""
     args = given(node)
     type, dim = type_of(args["x"]), args["dim"]
+    want = type
     if not 0 <= dim < type.ndim:
         return [f"turns dim {dim} of {type}"]
     atoms = [atom for atom in type.dims[dim] if atom.axes]
@@ -170,17 +130,18 @@ def _mirror_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[st
     if node.target is MIRROR_ROWS:
         if not lies or lies != tuple(mesh.resolve(args["axes"])):
             return [f"takes dim {dim} of {type} to lie over {'.'.join(args['axes'])}"]
-        if len(type.dims[dim]) != 1 or isinstance(atoms[0].size, Blocks) or atoms[0].uneven(mesh):
+        (atom,) = atoms
+        blocks = isinstance(atom.size, Blocks) and len(atom.size.parts) > 1
+        if len(type.dims[dim]) != 1 or blocks or (atom.uneven(mesh) and len(lies) > 1):
             return [f"turns {type}, of which ranks have unequal parts"]
-    return [] if result_types[0] == type else [f"yields {type}, the result says {result_types[0]}"]
+        if atom.uneven(mesh):  # padding is turned round too: it comes first
+            want = with_rows(type, dim, atom.local(mesh), lies, mesh)
+    return [] if result_types[0] == want else [f"yields {want}, the result says {result_types[0]}"]
 
 
 SHIFT_FAULTS: Mapping[Any, Faults] = {
     SHIFT_ROWS: _rows_faults,
     SHIFT_JOIN: _join_faults,
-    PART_SUMS: _part_faults,
-    PART_TOTALS: _part_faults,
-    SUMS_BEHIND: _behind_faults,
     MIRROR: _mirror_faults,
     MIRROR_ROWS: _mirror_faults,
 }

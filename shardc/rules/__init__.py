@@ -7,6 +7,7 @@ from shardc.rules import (
     conv,
     creation,
     ctc,
+    cumulative,
     embedding,
     experts,
     fft,
@@ -22,6 +23,7 @@ from shardc.rules import (
     scan,
     section,
     shift,
+    take,
     view,
 )
 from shardc.rules.registry import Example, OpRule, all_rules, example, find_rule, rule, rule_of
@@ -35,6 +37,7 @@ __all__ = [
     "conv",
     "creation",
     "ctc",
+    "cumulative",
     "embedding",
     "example",
     "experts",
@@ -54,5 +57,6 @@ __all__ = [
     "scan",
     "section",
     "shift",
+    "take",
     "view",
 ]

@@ -36,15 +36,19 @@ def lies(dim: Dim) -> tuple[str, list[str]]:
 def pick_faults(node: fx.Node, result_types: Sequence[TensorType | None]) -> list[str]:
     """What is false of a rank's call, beside what its rule says."""
     args = given(node)
-    whole = type_of(args["x"]) if node.target is PICK_ROWS else result_types[0]
+    whole = type_of(args["x"]) if "x" in args else result_types[0]
     assert whole is not None
     told, dim = (args.get("rows", ""), list(args.get("axes") or [])), whole.dims[args["dim"]]
     if len(dim) > 1 and any(atom.axes for atom in dim):
         return [f"takes rows of a dim of several atoms, in {whole}"]
+    if told != lies(dim):
+        return [f"takes its rows to be {'@'.join((told[0], '.'.join(told[1])))}, of {whole}"]
+    if "index" in args:  # the numbers of rows are known when the step runs
+        return []
     start, rows = args["start"], type_of(args["g"]).shape[args["dim"]] if node.target is PLACE_ROWS else args["length"]
     if not 0 <= start <= start + rows <= whole.shape[args["dim"]]:
         return [f"takes rows {start} to {start + rows} of {whole}"]
-    return [] if told == lies(dim) else [f"takes its rows to be {'@'.join((told[0], '.'.join(told[1])))}, of {whole}"]
+    return []
 
 
 @by_block

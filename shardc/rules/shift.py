@@ -8,8 +8,6 @@ Where the result is of another length, its rows have to lie with the ranks that 
 then one of blocks with room (`ir.blocks`), which `find_sequences` puts there. Otherwise both are whole.
 
 Rows in the other order (`ir.ops.mirror`) go to the rank as far from the end, where all have as many of them.
-
-A running sum (`ir.ops.running_sum`) gathers a total for each run of rows that a rank has.
 """
 
 from __future__ import annotations
@@ -24,10 +22,8 @@ from torch import fx
 from shardc.ir.blocks import Blocks, blocks_of
 from shardc.ir.graph import info, op_name, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.collectives import all_gather
 from shardc.ir.ops.halo import NEIGHBOUR_ROWS
 from shardc.ir.ops.mirror import MIRROR, MIRROR_ROWS
-from shardc.ir.ops.running_sum import PART_SUMS, PART_TOTALS, RUNNING_SUM, SUMS_BEHIND
 from shardc.ir.ops.shift import REGROUP, SHIFT, SHIFT_JOIN, SHIFT_ROWS, routes, rows_by_hop
 from shardc.ir.provenance import Cause, Derivation
 from shardc.ir.schema import given
@@ -75,8 +71,12 @@ def local_shift(call: LocalCall) -> Any:
     return _routed(call, args["offset"], args["wrap"], args["fill"])
 
 
-def _routed(call: LocalCall, offset: int, wrap: bool, fill: float) -> Any:
-    x, dim, mesh = call.args["x"], call.args["dim"], call.graph.mesh
+def _routed(
+    call: LocalCall, offset: int, wrap: bool, fill: float, mirror: bool = False, x: fx.Node | None = None
+) -> Any:
+    """A move of the operand, or of `x`."""
+    x = x or call.args["x"]
+    dim, mesh = call.args["dim"], call.graph.mesh
     type, after = type_of(x), call.results[0]
     if not any(atom.axes for atom in type.dims[dim]):
         return call.with_args()
@@ -84,14 +84,14 @@ def _routed(call: LocalCall, offset: int, wrap: bool, fill: float) -> Any:
         tuple(mesh.resolve(type.dims[dim][0].axes)),
         *map(layout_of, (type.dims[dim], after.dims[dim])),
     )
-    layout = (dim, source, target, list(axes), offset, wrap)
-    by_hop = rows_by_hop(routes(source, target, axes, mesh, offset, wrap))
+    layout, turned = (dim, source, target, list(axes), offset, wrap), (True,) if mirror else ()
+    by_hop = rows_by_hop(routes(source, target, axes, mesh, offset, wrap, mirror))
     received: list[fx.Node] = []
     for hop, rows in by_hop.items():
         some = with_rows(type, dim, rows, axes, mesh)
-        sent = moved(call, x, SHIFT_ROWS, (x, *layout, hop, rows), some, axes)
+        sent = moved(call, x, SHIFT_ROWS, (x, *layout, hop, rows, *turned), some, axes)
         received.append(moved(call, x, NEIGHBOUR_ROWS, (sent, list(axes), dim, 0, rows, -hop), some, axes))
-    return SHIFT_JOIN, (x, received, *layout, list(by_hop), after.local_shape(mesh)[dim], fill), {}
+    return SHIFT_JOIN, (x, received, *layout, list(by_hop), after.local_shape(mesh)[dim], fill, *turned), {}
 
 
 @rule(
@@ -153,24 +153,33 @@ def has_both_ends(atom: Atom, mesh: Mesh) -> bool:
 
 
 def unlike(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh: Mesh) -> set[int]:
-    """A dim of several atoms, or of which ranks have unequal parts, is turned whole."""
+    """A dim of several atoms, or of which the parts of several axes are unequal, is turned whole."""
     x, dim = type_of(given(node)["x"]), given(node)["dim"]
     first = sum(map(len, x.dims[:dim]))
     pieces = {p for p in projection.operands[0][first : first + len(x.dims[dim])] if split.get(p)}
     atoms = [Atom(projection.sizes[p], tuple(split[p])) for p in pieces]
-    fits = len(x.dims[dim]) == 1 and all(
-        has_both_ends(atom, mesh) if isinstance(atom.size, Blocks) else not atom.uneven(mesh) for atom in atoms
-    )
-    return set() if fits else pieces
+    several = any(len(mesh.resolve(atom.axes)) > 1 and atom.uneven(mesh) for atom in atoms)
+    copied = any(isinstance(atom.size, Blocks) and atom.size.copied for atom in atoms)
+    return pieces if len(x.dims[dim]) != 1 or several or copied else set()
 
 
 @by_block
 def local_mirror(call: LocalCall) -> Any:
+    """Rows go to the rank as far from the end, and as many further as that one's part is longer. Of a zigzag, whose
+    ranks have rows of both ends, few have to go."""
     x, dim, mesh = call.args["x"], call.args["dim"], call.graph.mesh
-    axes = tuple(axis for atom in type_of(x).dims[dim] for axis in mesh.resolve(atom.axes))
-    if not axes or has_both_ends(type_of(x).dims[dim][0], mesh):
+    type = type_of(x)
+    axes = tuple(axis for atom in type.dims[dim] for axis in mesh.resolve(atom.axes))
+    if not axes or has_both_ends(type.dims[dim][0], mesh):
         return call.with_args()
-    return MIRROR_ROWS, (x, list(axes), dim), {}
+    (atom,) = type.dims[dim]
+    if isinstance(atom.size, Blocks) and len(atom.size.parts) > 1:
+        return _routed(call, 0, False, 0.0, mirror=True)
+    if not atom.uneven(mesh):
+        return MIRROR_ROWS, (x, list(axes), dim), {}
+    every = with_rows(type, dim, atom.local(mesh), axes, mesh)
+    turned = moved(call, x, MIRROR_ROWS, (x, list(axes), dim), every, axes)
+    return _routed(call, every.shape[dim] - int(atom.size), False, 0.0, x=turned)
 
 
 @rule(
@@ -181,36 +190,4 @@ def local_mirror(call: LocalCall) -> Any:
     examples=[((4, 6), 1), ((4, 6, 3), 0), ((6,), 0)],
 )
 def mirror(x: Dims, dim: int) -> str:
-    return f"{x} -> {x}"
-
-
-# ------------------------------------------------------------------------------------------------ running sums
-@by_block
-def local_running_sum(call: LocalCall) -> Any:
-    """A rank's own sums, and the totals of the runs before its own."""
-    x, args, mesh = call.args["x"], call.args, call.graph.mesh
-    type, dim = type_of(x), args["dim"]
-    if not any(atom.axes for atom in type.dims[dim]):
-        return call.with_args()
-    (atom,) = type.dims[dim]
-    axes, source, reverse = list(mesh.resolve(atom.axes)), str(atom.size), args["reverse"]
-    blocks, ranks = len(blocks_of(atom.size)), mesh.size(atom.axes)
-    parts = moved(call, x, PART_SUMS, (x, dim, source, axes, reverse), type, tuple(axes))
-    each = with_rows(type, dim, blocks, tuple(axes), mesh)
-    totals = moved(call, x, PART_TOTALS, (x, dim, source, axes, blocks), each, tuple(axes))
-    pos = sum(map(len, type.dims[:dim]))
-    every = TensorType(type.dtype, (*type.dims[:dim], (Atom(blocks * ranks),), *type.dims[dim + 1 :]), type.partial)
-    told = (axes, list(each.local_atoms(mesh)), pos, blocks * ranks, list(every.local_shape(mesh)))
-    gathered = moved(call, totals, all_gather, (totals, *told), every, tuple(axes))
-    return SUMS_BEHIND, (parts, gathered, dim, source, axes, reverse), {}
-
-
-@rule(
-    RUNNING_SUM,
-    linear="joint",
-    localize=local_running_sum,
-    unfit=unfit,
-    examples=[((4, 6), 1, False), ((4, 6, 3), 1, True), ((6,), 0, False)],
-)
-def running_sum(x: Dims, dim: int, reverse: bool) -> str:
     return f"{x} -> {x}"

@@ -24,7 +24,7 @@ class Along(Recurrent):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.function = (MOVED | GATHERED)[name]
+        self.function = (MOVED | GATHERED | COLLECTED)[name]
         self.taps = nn.Parameter(torch.randn(WIDTH, WIDTH, 3) / 3)
 
     def recur(self, x: Tensor, a: Tensor, h: Tensor) -> Tensor:
@@ -76,11 +76,27 @@ MOVED: dict[str, Function] = {  # rows of neighbours come, and nothing is gather
     "moved by 3": lambda x, w: F.pad(x, (0, 0, 3, 0))[:, :-3],
 }
 GATHERED: dict[str, Function] = {
-    "every other row": lambda x, w: x + x[:, ::2].sum(1, keepdim=True),
     "windows": lambda x, w: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1),
+    "sorted": lambda x, w: x.sort(1).values,
+    "most of the rows": lambda x, w: x + x[:, torch.arange(10) % 7].sum(1, keepdim=True),
+}
+COLLECTED: dict[str, Function] = {  # a few rows of each rank, of all ranks
     "maxima": lambda x, w: x.cummax(1).values,
     "minima": lambda x, w: x.cummin(1).values * x.cummin(1).indices,
     "products": lambda x, w: x.cumprod(1),
+    "products with zeros": lambda x, w: torch.where(x.abs() < 0.2, 0.0, x).cumprod(1),
+    "log-sum-exps": lambda x, w: x.logcumsumexp(1),
+    "log-sum-exps from behind": lambda x, w: x.flip(1).logcumsumexp(1).flip(1),
+    "sums of truth values": lambda x, w: x / (x > 0).cumsum(1).clamp(min=1),
+    "sums in another dtype": lambda x, w: x * (x > 0).cumsum(1, dtype=x.dtype) / 9,
+    "trapezoids": lambda x, w: F.pad(torch.cumulative_trapezoid(x, dim=1), (0, 0, 1, 0)),
+    "the greatest": lambda x, w: x + x.max(1, keepdim=True).values + x.min(1).values[:, None],
+    "where the greatest is": lambda x, w: x + x.argmax(1, keepdim=True) + x.argmin(1)[:, None] * 0.5,
+    "named rows": lambda x, w: x + x[:, torch.tensor([3, 1, -1, 3])].sum(1, keepdim=True),
+    "selected rows": lambda x, w: x + x.index_select(1, torch.tensor([3, 1, 2, 3])).prod(1, keepdim=True),
+    "a row of each": lambda x, w: x + x[torch.arange(x.shape[0]), (x[..., 0] > 0.6).sum(1) - 1][:, None],
+    "some of each": lambda x, w: x + x.gather(1, torch.cat([x.argmin(1, True), x.argmax(1, True)], 1)).sum(1, True),
+    "other rows of each column": lambda x, w: x + x.gather(1, x.argmin(1, keepdim=True)),
 }
 LAYOUTS = [("cp=2", 16, "none"), ("cp=4", 17, "none"), ("cp=4", 18, "zigzag"), ("dp=2, cp=2", 17, "zigzag")]
 
@@ -112,6 +128,24 @@ def test_what_is_gathered_is_right(name: str, mesh: str, length: int, balance: s
     assert not type_faults(program.body)
     gathers = [c for c in program.collectives() if c.kind == "all_gather"]
     assert not gathers or any(d.code in ("SC203", "SC209") for d in program.diagnostics)
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize(("mesh", "length", "balance"), [*LAYOUTS, ("cp=2, tp=2", 50, "none")])
+@pytest.mark.parametrize("name", COLLECTED)
+def test_a_few_rows_of_each_rank_come(name: str, mesh: str, length: int, balance: str) -> None:
+    model = along(name)
+    program = compiled(model, length, mesh, context={"balance": balance})
+    assert_equals_eager(model, program)
+    assert not type_faults(program.body)
+    assert not [d for d in program.diagnostics if d.code == "SC203" and d.severity == "warning"]
+    ranks, runs = program.mesh.size("cp"), 2 if balance == "zigzag" else 1
+    for c in program.collectives():
+        if c.kind == "all_gather":  # two rows of each run of the others
+            assert c.bytes_per_rank <= 4 * WIDTH * 8 * 2 * runs * (ranks - 1), c.value
+        elif c.phase == "fwd":  # four rows, as a sum
+            assert c.bytes_per_rank <= 4 * WIDTH * 8 * 2 * 4 * (ranks - 1) / ranks or c.kind == "permute", c.value
+    assert ("~cp" in print_graph(program.body)) == (balance == "zigzag")
 
 
 @pytest.mark.sampled(3)
@@ -161,11 +195,11 @@ def test_convolutions_with_other_plans(plan: str) -> None:
 @pytest.mark.parametrize(
     ("mesh", "length", "balance", "kinds"),
     [("cp=4", 16, "none", {"permute"}), ("cp=3", 12, "none", {"permute"}), ("dp=2, cp=2", 16, "zigzag", set[str]()),
-     ("cp=2, tp=2", 16, "none", {"permute"}), ("cp=4", 17, "none", {"all_gather"}),
-     ("cp=2", 18, "zigzag", {"all_gather"})],
+     ("cp=2, tp=2", 16, "none", {"permute"}), ("cp=4", 17, "none", {"permute"}),
+     ("cp=2", 17, "none", {"permute"}), ("cp=2", 18, "zigzag", {"permute"}), ("cp=4", 50, "zigzag", {"permute"})],
 )  # fmt: skip
 def test_rows_turned_round(mesh: str, length: int, balance: str, kinds: set[str]) -> None:
-    """In equal parts they go to one rank, and of a zigzag stay where they are."""
+    """They go to one rank, and a few to the next where parts are unequal; of a zigzag all stay, or all but a few."""
     torch.manual_seed(0)
     model = Turned().double()
     program = compiled(model, length, mesh, context={"balance": balance})
@@ -176,6 +210,11 @@ def test_rows_turned_round(mesh: str, length: int, balance: str, kinds: set[str]
         told = str(program.explain(next(c.value for c in program.collectives() if c.kind == "permute")))
         assert "its rows are turned round" in told
         assert 'ids = "-, cp"' in told or 'labels = "-, cp"' in told
+    if length > 16:  # forward: its own rows, unless it has both ends, and as many as it has fewer than others
+        own, less = -(-length // program.mesh.size("cp")), -length % program.mesh.size("cp")
+        sent = sum(c.bytes_per_rank for c in program.collectives() if c.kind == "permute" and c.phase == "fwd")
+        own, less = (0, 10) if balance == "zigzag" and length == 50 else (0, 1) if balance == "zigzag" else (own, less)
+        assert sent == (own + less) * 4 * WIDTH * 8
 
 
 def test_rows_that_are_not_sent_are_refused() -> None:

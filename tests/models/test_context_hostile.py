@@ -104,6 +104,22 @@ of_rows("rolled", lambda m, x: x.roll(1, 1) + x.roll(-2, 1))
 of_rows("taken_apart", lambda m, x: torch.stack(x.unbind(1)[::-1], 1))
 of_rows("permuted", lambda m, x: x[:, (torch.arange(x.shape[1]) * 3) % x.shape[1]])
 of_rows("running_greatest", lambda m, x: x.cummax(1).values)
+of_rows("running_products_with_zeros", lambda m, x: x.masked_fill(x < -0.5, 0.0).cumprod(1))
+of_rows("running_products_of_one_zero", lambda m, x: (x * (torch.arange(x.shape[1]) != 5)[:, None]).cumprod(1))
+of_rows("running_products_from_behind", lambda m, x: x.flip(1).cumprod(1).flip(1))
+of_rows("running_log_sum_exp", lambda m, x: x.logcumsumexp(1) - x.flip(1).logcumsumexp(1).flip(1))
+of_rows("where_the_running_least_is", lambda m, x: x.cummin(1).values * x.cummin(1).indices)
+of_rows("running_greatest_of_equal_rows", lambda m, x: (x * 2).round().sub(x).detach().add(x).cummax(1).values * x)
+of_rows("running_greatest_from_behind", lambda m, x: x.flip(1).cummax(1).values.flip(1))
+of_rows("running_greatest_of_a_running_sum", lambda m, x: x.cumsum(1).cummax(1).values.diff(dim=1, prepend=x[:, :1]))
+of_rows("running_mean_of_some", lambda m, x: (x * (x > 0)).cumsum(1) / (x > 0).cumsum(1).clamp(min=1))
+of_rows("gathered_by_the_running_greatest", lambda m, x: x.gather(1, x.cummax(1).indices))
+of_state("greatest_row_and_where", lambda m, x: x.max(1).values * x.argmin(1) + x.min(1).values)
+of_state("every_third_row", lambda m, x: x[:, 1::3] * x[:, 1::3].cumsum(1))
+of_state("every_other_row_backwards", lambda m, x: x.flip(1)[:, ::2].cumprod(1))
+of_state("overlapping_means", lambda m, x: F.avg_pool1d(x.mT, 3, 2, 1, count_include_pad=False).mT.cummax(1).values)
+of_state("overlapping_maxima", lambda m, x: F.max_pool1d(x.mT, 4, 3, 2, ceil_mode=True).mT)
+of_state("rows_named_twice", lambda m, x: x[:, torch.tensor([3, -1, 3])] * x.index_select(1, torch.tensor([0, 0, 5])))
 of_rows("normalised_over_rows", lambda m, x: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True))
 of_rows("batch_norm", lambda m, x: m.norm(x.mT).mT)
 of_rows("causal_taps", lambda m, x: F.silu(m.taps(x.mT)[..., : x.shape[1]]).mT)
@@ -119,6 +135,19 @@ def where_of_positions(m: Host, ids: Tensor, labels: Tensor) -> Tensor:
     x, position = m.hidden(ids), torch.arange(ids.shape[1])
     x = torch.where((position % 3 == 0)[None, :, None], x, x * position[None, :, None] * 0.1)
     return m.loss(torch.where((position < ids.shape[1] // 2)[None, :, None], x, -x), labels)
+
+
+@case
+def rows_of_a_mask(m: Host, ids: Tensor, labels: Tensor) -> Tensor:
+    x, seen = m.hidden(ids), ids != 3
+    last = (seen * torch.arange(ids.shape[1])).argmax(-1)
+    return m.pooled(x[rows(x), last]) + m.pooled(x[rows(x), -1 - seen.int().argmin(-1)]) + m.loss(x, labels)
+
+
+@case
+def positions_that_are_an_input(m: Host, ids: Tensor, labels: Tensor) -> Tensor:
+    x = m.hidden(ids)
+    return m.pooled(x.gather(1, (ids[:, :3] % ids.shape[1])[..., None].expand(-1, -1, WIDTH)))
 
 
 @case

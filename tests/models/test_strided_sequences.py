@@ -55,6 +55,26 @@ FUNCTIONS: dict[str, Function] = {
     "windows that overlap": lambda x, w: (x.unfold(1, 3, 2) * w[0, 0]).sum(-1),
     "windows side by side": lambda x, w: x.unfold(1, 4, 4).pow(3).mean(-1),
     "windows apart": lambda x, w: (x.unfold(1, 2, 3) * w[0, 0, :2]).sum(-1),
+    "means": lambda x, w: F.avg_pool1d(x.mT, 3, 2, 1).mT,
+    "means of rows alone": lambda x, w: F.avg_pool1d(x.mT, 4, 3, 2, count_include_pad=False).mT,
+    "means at the end": lambda x, w: F.avg_pool1d(x.mT, 3, 2, 1, ceil_mode=True).mT,
+    "means of neighbours": lambda x, w: F.avg_pool1d(x.mT, 5, 1, 2).mT,
+    "means of planes": lambda x, w: F.avg_pool2d(x[:, None], (3, 2), (2, 1), (1, 1), True, False).sum(1)[..., 1:],
+    "means by another number": lambda x, w: (
+        F.avg_pool2d(x[:, None], (3, 2), (2, 2), 0, divisor_override=5).sum(1).repeat(1, 1, 2)
+    ),
+    "maxima": lambda x, w: F.max_pool1d(x.mT, 3, 2, 1).mT,
+    "maxima of equal rows": lambda x, w: F.max_pool1d((x * 2).round().mT + x.mT * 0, 4, 3).mT,
+    "maxima at the end": lambda x, w: F.max_pool1d(x.mT, 4, 3, 2, ceil_mode=True).mT,
+    "maxima of neighbours": lambda x, w: F.max_pool1d(x.mT, 3, 1, 1).mT * x,
+    "maxima of few": lambda x, w: F.max_pool1d(x.mT, 2, 3).mT,
+    "maxima of rows of planes": lambda x, w: F.max_pool2d(x[:, None], (3, 1), (2, 1), (1, 0)).sum(1),
+    "dilated maxima": lambda x, w: F.max_pool1d(x.mT, 2, 2, 0, dilation=2).mT,
+    "every other row": lambda x, w: x[:, ::2],
+    "every third row from one on": lambda x, w: x[:, 1::3].sin(),
+    "every other row but some": lambda x, w: x[:, 2:-3:2],
+    "every other row beside the next": lambda x, w: x[:, : x.shape[1] // 2 * 2 : 2] * x[:, 1::2],
+    "pooled twice": lambda x, w: F.max_pool1d(F.avg_pool1d(x.mT, 3, 2, 1), 3, 1, 1).mT,
 }
 LAYOUTS = [("cp=2", 16, "none"), ("cp=4", 17, "none"), ("cp=4", 50, "zigzag"), ("dp=2, cp=2", 19, "zigzag"),
            ("cp=4", 11, "none"), ("cp=2, tp=2", 18, "none")]  # fmt: skip
@@ -75,19 +95,50 @@ def test_equals_eager(name: str, mesh: str, length: int, balance: str) -> None:
         assert not [d for d in program.diagnostics if d.severity == "warning"]
 
 
-def test_pooling_and_other_strides_are_right() -> None:
-    """Where windows of a pooling are no tiles, rows are gathered."""
-    pools: list[Function] = [
-        lambda x, w: F.max_pool1d(x.mT, 3, 2).mT,
-        lambda x, w: F.avg_pool1d(x.mT, 2, 2).mT,
+def test_other_strides_are_right() -> None:
+    functions: list[Function] = [
         lambda x, w: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1),
         lambda x, w: F.conv_transpose1d(x.mT, w, stride=2).mT,
+        lambda x, w: F.max_pool2d(x[:, None], 3, 2, 1).sum(1).repeat(1, 1, 2),
     ]
-    for function in pools:
+    for function in functions:
         torch.manual_seed(0)
         model = Strided(function).double()
         program = compiled(model, 18, "cp=4")
         assert_equals_eager(model, program)
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+def test_poolings_of_equal_rows_of_infinite_and_of_no_numbers(pooling: str) -> None:
+    """Of equal rows the first has the gradient, of NaNs the last; a window of -inf alone has one too."""
+
+    class Marked(Strided):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            soft = self.tokens(ids) * (1 + torch.arange(ids.shape[1]))[:, None]
+            x = self.tokens(ids).detach().round() + (soft - soft.detach())  # the gradient says which row it is of
+            x = x.masked_fill((ids > 10)[..., None], -torch.inf).masked_fill((ids == 3)[..., None], torch.nan)
+            pool = F.max_pool1d if pooling == "max" else F.avg_pool1d
+            y = pool(x.mT, 3, 2, 1)
+            return (y.nan_to_num(2.0, 3.0, -3.0) * torch.arange(y.shape[-1])).pow(2).sum() + 0 * labels.sum()
+
+    for balance in ("none", "zigzag"):
+        torch.manual_seed(0)
+        model = Marked(audio).double()
+        program = compiled(model, 35, "cp=2", context={"balance": balance})
+        assert_equals_eager(model, program)
+        assert {c.kind for c in program.collectives()} <= {"permute", "all_reduce"}
+
+
+def test_a_pooling_fetches_its_reach() -> None:
+    """Forward a window of 3 at each second row looks one row back, and backward as many gradients go there."""
+    for length in (32, 128):
+        torch.manual_seed(0)
+        program = compiled(Strided(FUNCTIONS["means"]), length + 1, "cp=4", context={"balance": "none"})
+        sent = dict.fromkeys(("fwd", "bwd"), 0)
+        for c in program.collectives():
+            if c.kind == "permute":
+                sent[c.phase] += c.bytes_per_rank
+        assert all(0 < n <= 4 * 4 * WIDTH * 4 for n in sent.values()), sent
 
 
 @pytest.mark.parametrize(

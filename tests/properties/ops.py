@@ -150,7 +150,9 @@ def reduce(g: Grower, a: int, b: int, c: int) -> None:
 def scan(g: Grower, a: int, b: int, c: int) -> None:
     x = g.pick(a)
     d = _dim(g.shape(x), b)
-    forms = ("{x}.cumsum({d})", "{x}.flip({d})", "{x}.roll(1, {d})", "{x}.sort({d})[0]", "{x}.topk(1, {d})[0]")
+    forms = ("{x}.cumsum({d})", "{x}.flip({d})", "{x}.roll(1, {d})", "{x}.sort({d})[0]", "{x}.topk(1, {d})[0]",
+             "{x}.tanh().cumprod({d})", "{x}.cummax({d})[0]", "{x}.cummin({d})[0]", "{x}.logcumsumexp({d})",
+             "{x}.max({d}, keepdim=True)[0]", "{x}.flip({d}).cumsum({d}).flip({d})")  # fmt: skip
     g.value(forms[c % len(forms)].format(x=x, d=d), x)
 
 

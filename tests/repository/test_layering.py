@@ -26,11 +26,11 @@ FLOORS: list[dict[str, str]] = [
             group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops
             ops.accumulate ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums
             ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums ops.check_index
-            ops.collectives ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts ops.fused_attention
-            ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick
-            ops.running_sum ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares
-            ops.streams ops.windows overlap overlap_schedule parse placement plain program provenance python schema
-            storages text trees types verify version
+            ops.collectives ops.context ops.ctc ops.cumulative ops.cumulative_extremes ops.exchange ops.expert_capacity
+            ops.experts ops.extreme ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels
+            ops.linear ops.local ops.mirror ops.pick ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift
+            ops.softmax ops.squares ops.streams ops.take ops.windows overlap overlap_schedule parse placement plain
+            program provenance python schema storages text trees types verify version
         """,
     },
     {
@@ -39,9 +39,9 @@ FLOORS: list[dict[str, str]] = [
         """,
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
-            __init__ attention attention_keys attention_rows carried_states conv creation ctc embedding experts fft
-            halo indexing linalg local matmul norm notation pick pointwise pool projection random reduction registry
-            scan section shift view window
+            __init__ attention attention_keys attention_rows carried_states conv creation ctc cumulative embedding
+            experts fft halo indexing linalg local matmul norm notation pick pointwise pool projection random reduction
+            registry scan section shift take view window
         """,
         "shardc.schedule": """
             __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
@@ -89,8 +89,8 @@ FLOORS: list[dict[str, str]] = [
         "shardc.passes": """
             __init__ accumulate attention_keys attention_rows base carried_states communication communication.bucket
             communication.causes communication.combine communication.overlap communication.report_gathers context
-            context.attention_times context.divide_attention context.merge_keys context.pack_parts exchanged_rows
-            fusion fusion.analysis fusion.analysis.access fusion.analysis.constant_values
+            context.attention_times context.divide_attention context.merge_keys context.pack_parts cumulative_rows
+            exchanged_rows fusion fusion.analysis fusion.analysis.access fusion.analysis.constant_values
             fusion.analysis.iteration_space fusion.analysis.space_cache fusion.analysis.traffic
             fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms fusion.clustering.cluster
             fusion.clustering.cluster_dag fusion.clustering.clustering fusion.clustering.critical_collectives
@@ -112,9 +112,10 @@ FLOORS: list[dict[str, str]] = [
             sharding.atom_classes sharding.atomize sharding.balance sharding.casts sharding.chunked_rows
             sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks
             sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize
-            sharding.lower_reshards sharding.propagate sharding.reshard_steps sharding.row_moves sharding.seed
-            sharding.settle_partials sharding.spread_taps sharding.store sharding.strided_taps shifted_rows softmax
-            softmax.online_softmax softmax.split_softmax softmax.statistics type_check verify
+            sharding.lower_reshards sharding.named_rows sharding.pool_taps sharding.prefixes sharding.propagate
+            sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps
+            sharding.store sharding.strided_taps shifted_rows softmax softmax.online_softmax softmax.split_softmax
+            softmax.statistics type_check verify
         """,
     },
     {

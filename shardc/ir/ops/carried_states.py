@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from kernels_triton.base.library import define
+from shardc.ir.ops.cumulative import own_runs
 from shardc.ir.ops.local import AXES_READ
-from shardc.ir.ops.running_sum import own_runs
 from shardc.ir.ops.scan import wide
 
 

@@ -28,6 +28,7 @@ from shardc.ir.blocks import Blocks
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.context import current
 from shardc.ir.ops.local import AXES_READ, runs
+from shardc.ir.types import Atom
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +48,24 @@ def size_of(text: str) -> int:
 
 @lru_cache(maxsize=4096)
 def routes(
-    source: str, target: str, axes: tuple[str, ...], mesh: Mesh, offset: int, wrap: bool
+    source: str, target: str, axes: tuple[str, ...], mesh: Mesh, offset: int, wrap: bool, mirror: bool = False
 ) -> tuple[tuple[Segment, ...], ...]:
-    """For each rank along the axes, what its rows of the result are made of."""
+    """For each rank along the axes, what its rows of the result are made of; with `mirror` of all rows in the other
+    order, of which each rank has its own in the other order."""
     names = mesh.resolve(axes)
     coordinates = [
         dict(zip(names, at, strict=True)) for at in product(*(range(mesh.size(name)) for name in names))
     ]  # in the order of `mesh.index`
     size, result_size = size_of(source), size_of(target)
     owner, place = torch.zeros(int(size), dtype=torch.int64), torch.zeros(int(size), dtype=torch.int64)
+    local = Atom(size, names).local(mesh)
     for rank, coordinate in enumerate(coordinates):
         for run in runs(size, names, mesh, coordinate):
             owner[run.start : run.start + run.extent] = rank
-            place[run.start : run.start + run.extent] = torch.arange(run.local, run.local + run.extent)
+            places = torch.arange(run.local, run.local + run.extent)
+            place[run.start : run.start + run.extent] = local - 1 - places if mirror else places
+    if mirror:
+        owner, place = owner.flip(0), place.flip(0)
     found: list[tuple[Segment, ...]] = []
     for rank, coordinate in enumerate(coordinates):
         segments: list[Segment] = []
@@ -101,16 +107,26 @@ def _shift(x: Tensor, dim: int, offset: int, length: int, fill: float, wrap: boo
 
 
 def _routed(
-    source: str, target: str, axes: list[str], offset: int, wrap: bool
+    source: str, target: str, axes: list[str], offset: int, wrap: bool, mirror: bool
 ) -> tuple[int, tuple[tuple[Segment, ...], ...]]:
     context = current()
-    return context.index(tuple(axes)), routes(source, target, tuple(axes), context.mesh, offset, wrap)
+    return context.index(tuple(axes)), routes(source, target, tuple(axes), context.mesh, offset, wrap, mirror)
 
 
 def _shift_rows(
-    x: Tensor, dim: int, source: str, target: str, axes: list[str], offset: int, wrap: bool, hop: int, rows: int
+    x: Tensor,
+    dim: int,
+    source: str,
+    target: str,
+    axes: list[str],
+    offset: int,
+    wrap: bool,
+    hop: int,
+    rows: int,
+    mirror: bool = False,
 ) -> Tensor:
-    own, routed = _routed(source, target, axes, offset, wrap)
+    own, routed = _routed(source, target, axes, offset, wrap, mirror)
+    x = x.flip(dim) if mirror else x
     sent, start = x.new_zeros([*x.shape[:dim], rows, *x.shape[dim + 1 :]]), 0
     for segment in routed[(own - hop) % len(routed)]:
         if segment.hop == hop:
@@ -131,8 +147,10 @@ def _shift_join(
     hops: list[int],
     rows: int,
     fill: float,
+    mirror: bool = False,
 ) -> Tensor:
-    own, routed = _routed(source, target, axes, offset, wrap)
+    own, routed = _routed(source, target, axes, offset, wrap, mirror)
+    x = x.flip(dim) if mirror else x
     y = x.new_full([*x.shape[:dim], rows, *x.shape[dim + 1 :]], fill)
     taken = dict.fromkeys(hops, 0)
     for segment in routed[own]:
@@ -155,21 +173,23 @@ SHIFT = define(
     lambda x, dim, offset, length, fill, wrap: _rows(x, dim, length),
 )
 SHIFT_ROWS = define(
-    "shift_rows(Tensor x, int dim, str source, str target, str[] axes, int offset, bool wrap, int hop, int rows)"
-    " -> Tensor",
+    "shift_rows(Tensor x, int dim, str source, str target, str[] axes, int offset, bool wrap, int hop, int rows,"
+    " bool mirror=False) -> Tensor",
     _shift_rows,
-    lambda x, dim, source, target, axes, offset, wrap, hop, rows: _rows(x, dim, rows),
+    lambda x, dim, source, target, axes, offset, wrap, hop, rows, mirror=False: _rows(x, dim, rows),
 )
 SHIFT_JOIN = define(
     "shift_join(Tensor x, Tensor[] received, int dim, str source, str target, str[] axes, int offset, bool wrap,"
-    " int[] hops, int rows, float fill) -> Tensor",
+    " int[] hops, int rows, float fill, bool mirror=False) -> Tensor",
     _shift_join,
-    lambda x, received, dim, source, target, axes, offset, wrap, hops, rows, fill: _rows(x, dim, rows),
+    lambda x, received, dim, source, target, axes, offset, wrap, hops, rows, fill, mirror=False: _rows(x, dim, rows),
 )
 REGROUP = define(
     "regroup(Tensor x, int dim, int length, int chunk, bool join, int offset=0) -> Tensor",
     lambda x, dim, length, chunk, join, offset=0: _shift(x, dim, offset, length, 0.0, False).contiguous(),
     lambda x, dim, length, chunk, join, offset=0: _rows(x, dim, length),
 )
-AXES_READ[SHIFT_ROWS] = lambda x, dim, source, target, axes, offset, wrap, hop, rows: axes
-AXES_READ[SHIFT_JOIN] = lambda x, received, dim, source, target, axes, offset, wrap, hops, rows, fill: axes
+AXES_READ[SHIFT_ROWS] = lambda x, dim, source, target, axes, offset, wrap, hop, rows, mirror=False: axes
+AXES_READ[SHIFT_JOIN] = lambda x, received, dim, source, target, axes, offset, wrap, hops, rows, fill, mirror=False: (
+    axes
+)

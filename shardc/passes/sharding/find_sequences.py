@@ -9,7 +9,7 @@ it, or causal attention reads it, it is a zigzag (`ir.blocks`).
     logits[:, :-1]                 slice             ->  shift by 0, f32[4, 15/16, 100]
     their gradients                slice_backward    ->  shift by -1, by 0, with zeros
     roll(x, 1, 1)                  roll              ->  shift by -1, in a circle
-    cumsum(x, 1)                   cumsum            ->  running_sum, and the other way in backward
+    cumsum(x, 1), cummax(x, 1)     cumsum            ->  cumulative, and the other way in backward (`prefixes`)
     flip(x, [1])                   flip              ->  mirror
     scan(h, [x, ...], "h:...")     scan              ->  one in segments, of as many steps as a rank has
 
@@ -31,8 +31,6 @@ from shardc.ir.blocks import Blocks, truncated, zigzag
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.hardware import DEFAULT, Hardware
-from shardc.ir.ops.mirror import MIRROR
-from shardc.ir.ops.running_sum import RUNNING_SUM
 from shardc.ir.ops.scan import SCAN
 from shardc.ir.ops.shift import REGROUP, SHIFT
 from shardc.ir.schema import given
@@ -41,6 +39,8 @@ from shardc.passes.base import Pass
 from shardc.passes.sharding.atomize import linked_gradients
 from shardc.passes.sharding.balance import worth_a_zigzag
 from shardc.passes.sharding.divide_scans import divide_scans
+from shardc.passes.sharding.named_rows import NAMED, write_named
+from shardc.passes.sharding.prefixes import PREFIXES, unify_prefixes, write_prefixes
 from shardc.passes.sharding.row_moves import (
     GRADIENTS_OF_PICKS,
     MOVES,
@@ -88,11 +88,11 @@ class FindSequences(Pass):
         known = [(s, ports[s.port]) for s in self.sequences if s.port in ports]
         if not known:
             return graph
-        _reversed_sums(graph)
+        unify_prefixes(graph)
         axes = dict.fromkeys(s.axis for s, _ in known) if self.balance == "auto" else {}
         worth = (worth_a_zigzag(node, axis, graph.mesh, self.hardware) for axis in axes for node in graph.calls())
         wanted = self.balance == "zigzag" or any(worth)
-        if not (wanted or any(node.target in {*MOVES, *_SUMS, *_PICKS, SCAN} for node in graph.calls())):
+        if not (wanted or any(node.target in {*MOVES, *PREFIXES, *NAMED, *_PICKS, SCAN} for node in graph.calls())):
             return graph
         classes = _Classes(graph)
         for axis in dict.fromkeys(s.axis for s, _ in known):
@@ -179,26 +179,7 @@ def result_slots(node: fx.Node) -> list[Slot]:
     return [(node, i) if value is None else value for i, value in zip(declared, results(node), strict=True)]
 
 
-# ------------------------------------------------------------------------------------------------------ sums
-_SUMS = (aten.cumsum.default, RUNNING_SUM, aten.flip.default)
 _PICKS = (aten.select.int, aten.select_backward.default)
-
-
-def _reversed_sums(graph: Graph) -> None:
-    """The gradient of a running sum, flip(cumsum(flip(x))), as one that runs the other way."""
-    for node in list(graph.calls()):
-        if node.target is not aten.flip.default:
-            continue
-        summed, dims = given(node)["self"], list(given(node)["dims"])
-        if summed.target is not aten.cumsum.default or len(summed.users) != 1 or len(dims) != 1:
-            continue
-        turned, ndim = given(summed)["self"], type_of(node).ndim
-        if turned.target is not aten.flip.default or type_of(turned).dtype != type_of(node).dtype:
-            continue
-        along = {d % ndim for d in (*dims, *given(turned)["dims"], given(summed)["dim"])}
-        if len(given(turned)["dims"]) == 1 and len(along) == 1:
-            node.target, node.args, node.kwargs = RUNNING_SUM, (given(turned)["self"], *along, True), {}
-    graph.erase_dead()
 
 
 # --------------------------------------------------------------------------------------------- one axis's sequences
@@ -248,21 +229,10 @@ class _Family:
             if all(map(self._near, sizes)):
                 yield move
 
-    def _sum_up(self) -> None:
-        """Running sums along the sequence, which ranks can take part by part, and rows in the other order."""
-        for node in list(self.graph.calls()):
-            if node.target is aten.flip.default and len(given(node)["dims"]) == 1 and not type_of(node).ragged:
-                x, dim = given(node)["self"], given(node)["dims"][0] % type_of(node).ndim
-                end = _only(x, dim)
-                if end is not None and self.classes.of(end) in self.lengths:
-                    node.target, node.args, node.kwargs = MIRROR, (x, dim), {}
-            if node.target is not aten.cumsum.default or type_of(node).ragged:
-                continue
-            args = given(node)
-            x, dim = args["self"], args["dim"] % max(1, type_of(node).ndim)
-            end = _only(x, dim) if type_of(x).ndim else None
-            if end is not None and self.classes.of(end) in self.lengths and type_of(x).dtype == type_of(node).dtype:
-                node.target, node.args, node.kwargs = RUNNING_SUM, (x, dim, False), {}
+    def _is_part(self, value: fx.Node, dim: int) -> bool:
+        """Is a dim the sequence, or nearly all of it?"""
+        end = _only(value, dim)
+        return end is not None and self.classes.of(end) in self.lengths
 
     def _is_along(self, value: fx.Node, dim: int) -> bool:
         """Is a dim the sequence, from its first row to its last?"""
@@ -282,8 +252,9 @@ class _Family:
 
     def write(self) -> Balance:
         """Tell moves, and lay the sequence: how?"""
-        self._sum_up()
+        write_prefixes(self.graph, self._is_part)
         self._pick()
+        write_named(self.graph, self._is_along)
         first = next(iter(self.roots.values()))
         divide_scans(self.graph, self._is_along, first.chunk or -(-first.length // first.ranks))
         for node, move in self.moves.items():

@@ -36,6 +36,7 @@ from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import Emit
 from shardc.passes.sharding.chunked_rows import separate_chunks
 from shardc.passes.sharding.join_rows import join_rows
+from shardc.passes.sharding.pool_taps import POOLS, SLICES, every_so_many, pool
 from shardc.passes.sharding.strided_taps import MOST_TAPS, Phases, unfold
 from shardc.plan.context import Balance
 from shardc.rules.attention_rows import implied
@@ -69,6 +70,10 @@ class SpreadTaps(Pass):
                 _backward(graph, node)
             elif node.target in (aten.unfold.default, aten.unfold_backward.default):
                 unfold(graph, node, lengths)
+            elif node.target in POOLS:
+                lengths |= {pool(graph, node, lengths, () if turned else self.lengths)} - {None}
+            elif node.target in SLICES:
+                lengths |= {every_so_many(graph, node, lengths)} - {None}
             elif node.target is aten.sum.dim_IntList:
                 self._sum(node)
         separate_chunks(graph, self.ports)

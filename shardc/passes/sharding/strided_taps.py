@@ -30,7 +30,7 @@ class Phases:
     ) -> None:
         self.e, self.size, self.dim, self.stride, self.padding, self.length = e, x[dim], dim, stride, padding, length
         self.places = [divmod(tap, stride) for tap in taps]  # a chunk, a row of it
-        self.chunks = length + self.places[-1][0]
+        self.chunks, self.moved = length + self.places[-1][0], padding if stride == 1 else 0
         self.outer, self.inner = [*x[:dim], self.chunks], list(x[dim + 1 :])
 
     def read(self, x: fx.Node) -> Iterator[fx.Node]:
@@ -41,7 +41,7 @@ class Phases:
             x = e.view(x, [*self.outer, self.stride, *self.inner])
         for chunk, row in self.places:
             of_tap = e(aten.select.int, x, self.dim + 1, row) if self.stride > 1 else x
-            yield self._moved(of_tap, chunk, self.length)
+            yield self._moved(of_tap, chunk - self.moved, self.length)
 
     def _moved(self, rows: fx.Node, offset: int, length: int) -> fx.Node:
         if self.chunks == self.length and self.stride > 1:
@@ -52,7 +52,7 @@ class Phases:
         """From what each tap gives back, the gradient of all rows."""
         e, of_row = self.e, dict[int, fx.Node]()
         for (chunk, row), part in zip(self.places, parts, strict=True):
-            term = e.wide(self._moved(part, -chunk, self.chunks if self.stride > 1 else self.size))
+            term = e.wide(self._moved(part, self.moved - chunk, self.chunks if self.stride > 1 else self.size))
             of_row[row] = e.add(of_row[row], term) if row in of_row else term
         if self.stride == 1:
             return of_row[0]
