@@ -68,14 +68,10 @@ def moved(call: LocalCall, value: fx.Node, target: Any, args: tuple[Any, ...], t
 @by_block
 def local_shift(call: LocalCall) -> Any:
     args = call.args
-    return _routed(call, args["offset"], args["wrap"], args["fill"])
+    return _routed(call, args["x"], args["offset"], args["wrap"], args["fill"])
 
 
-def _routed(
-    call: LocalCall, offset: int, wrap: bool, fill: float, mirror: bool = False, x: fx.Node | None = None
-) -> Any:
-    """A move of the operand, or of `x`."""
-    x = x or call.args["x"]
+def _routed(call: LocalCall, x: fx.Node, offset: int, wrap: bool, fill: float, mirror: bool = False) -> Any:
     dim, mesh = call.args["dim"], call.graph.mesh
     type, after = type_of(x), call.results[0]
     if not any(atom.axes for atom in type.dims[dim]):
@@ -118,7 +114,7 @@ def shift(x: Dims, dim: int, offset: int, length: int, fill: float, wrap: bool) 
 
 @by_block
 def local_regroup(call: LocalCall) -> Any:
-    return _routed(call, call.args.get("offset", 0), False, 0.0)
+    return _routed(call, call.args["x"], call.args.get("offset", 0), False, 0.0)
 
 
 @rule(
@@ -174,12 +170,12 @@ def local_mirror(call: LocalCall) -> Any:
         return call.with_args()
     (atom,) = type.dims[dim]
     if isinstance(atom.size, Blocks) and len(atom.size.parts) > 1:
-        return _routed(call, 0, False, 0.0, mirror=True)
+        return _routed(call, x, 0, False, 0.0, mirror=True)
     if not atom.uneven(mesh):
         return MIRROR_ROWS, (x, list(axes), dim), {}
     every = with_rows(type, dim, atom.local(mesh), axes, mesh)
     turned = moved(call, x, MIRROR_ROWS, (x, list(axes), dim), every, axes)
-    return _routed(call, every.shape[dim] - int(atom.size), False, 0.0, x=turned)
+    return _routed(call, turned, every.shape[dim] - int(atom.size), False, 0.0)
 
 
 @rule(

@@ -171,7 +171,7 @@ def test_a_convolution_fetches_its_reach() -> None:
     for length in (32, 128):
         program = compiled(Along("dense"), length, "cp=4", context={"balance": "none"})
         row = 4 * WIDTH * 4
-        sent = dict.fromkeys(("fwd", "bwd"), 0)
+        sent: dict[str, int] = {"fwd": 0, "bwd": 0}
         for c in program.collectives():
             if c.kind == "permute":
                 sent[c.phase] += c.bytes_per_rank

@@ -43,16 +43,17 @@ class Positions(nn.Module):
 
 
 def gpt2() -> nn.Module:
-    sizes = {"n_positions": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "pad_token_id": 0, "num_labels": LABELS}
-    ends = {"bos_token_id": 1, "eos_token_id": 2}
-    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "use_cache": False}
-    return GPT2ForSequenceClassification(GPT2Config(vocab_size=VOCAB, **sizes, **ends, **off))
+    sizes: dict[str, Any] = {"n_positions": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "num_labels": LABELS}
+    tokens: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    off: dict[str, Any] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "use_cache": False}
+    return GPT2ForSequenceClassification(GPT2Config(**tokens, **sizes, **off))
 
 
 def llama() -> nn.Module:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "pad_token_id": 0, "num_labels": LABELS, "use_cache": False}
-    return LlamaForSequenceClassification(LlamaConfig(vocab_size=VOCAB, **sizes, **heads))
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    tokens: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "num_labels": LABELS}
+    return LlamaForSequenceClassification(LlamaConfig(**tokens, **sizes, **heads))
 
 
 HEADS: dict[str, Any] = {"gpt2": gpt2, "llama": llama, "positions": Positions}

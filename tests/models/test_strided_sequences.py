@@ -134,7 +134,7 @@ def test_a_pooling_fetches_its_reach() -> None:
     for length in (32, 128):
         torch.manual_seed(0)
         program = compiled(Strided(FUNCTIONS["means"]), length + 1, "cp=4", context={"balance": "none"})
-        sent = dict.fromkeys(("fwd", "bwd"), 0)
+        sent: dict[str, int] = {"fwd": 0, "bwd": 0}
         for c in program.collectives():
             if c.kind == "permute":
                 sent[c.phase] += c.bytes_per_rank

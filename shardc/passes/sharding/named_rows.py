@@ -70,7 +70,7 @@ def _named(graph: Graph, node: fx.Node, is_along: Along) -> tuple[Any, tuple[Any
     count = type_of(index).shape[0 if of_rows else dim]
     if not 0 < 2 * count < whole.shape[dim] or (node.target in (aten.scatter.src, aten.scatter.value) and count > 1):
         return None
-    source = args.get("src", args.get("source", args.get("values")))
+    source: Any = args.get("src", args.get("source", args.get("values")))
     part = (*whole.shape[:dim], count, *whole.shape[dim + 1 :])
     if not of_rows and type_of(index).shape != part:
         return None

@@ -12,7 +12,7 @@ same way back.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,7 +199,7 @@ def _maximum_backward(graph: Graph, e: Emit, node: fx.Node, window: _Window, oth
     graph.replace_value(node, e.cast(y, type_of(node).dtype))
 
 
-_WRITE = {
+_WRITE: dict[Any, Callable[[Graph, Emit, fx.Node, _Window, _Window], None]] = {
     MEANS[0]: _mean,
     MEANS[1]: _mean_backward,
     MAXIMA[0]: _maximum,

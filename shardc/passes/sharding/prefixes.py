@@ -26,7 +26,7 @@ KINDS: dict[Any, str] = {
     aten.cumprod.default: "prod",
     aten.logcumsumexp.default: "logsumexp",
 }
-LARGEST = {aten.cummax.default: True, aten.cummin.default: False}
+LARGEST: dict[Any, bool] = {aten.cummax.default: True, aten.cummin.default: False}
 PREFIXES = (*KINDS, *LARGEST, CUMULATIVE, CUMULATIVE_EXTREME, EXTREME_GRADIENT, aten.flip.default)
 Along = Callable[[fx.Node, int], bool]
 
