@@ -259,8 +259,10 @@ def model_of(name: str) -> nn.Module:
         sizes = {
             name: small[name] for name in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
         }
-        ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
-        layers = {"num_hidden_layers": 3, "local_attention": 8, "global_attn_every_n_layers": 3}
+        ends: dict[str, Any] = dict.fromkeys(
+            ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0
+        )
+        layers: dict[str, Any] = {"num_hidden_layers": 3, "local_attention": 8, "global_attn_every_n_layers": 3}
         config: Any = hf.ModernBertConfig(**sizes, **ends, **layers)
         return hf.ModernBertForMaskedLM(config)
     small |= {"num_hidden_layers": 3, "head_dim": 4, "intermediate_size_mlp": 24, "num_local_experts": 2}
