@@ -256,7 +256,7 @@ def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
     small: dict[str, Any] = {**DECODER, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 37}
     if name == "modernbert":
-        sizes = {
+        sizes: dict[str, Any] = {
             name: small[name] for name in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
         }
         ends: dict[str, Any] = dict.fromkeys(
