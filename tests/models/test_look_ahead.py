@@ -256,11 +256,13 @@ def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
     small: dict[str, Any] = {**DECODER, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 37}
     if name == "modernbert":
-        sizes = {
+        sizes: dict[str, Any] = {
             name: small[name] for name in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
         }
-        ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
-        layers = {"num_hidden_layers": 3, "local_attention": 8, "global_attn_every_n_layers": 3}
+        ends: dict[str, Any] = dict.fromkeys(
+            ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0
+        )
+        layers: dict[str, Any] = {"num_hidden_layers": 3, "local_attention": 8, "global_attn_every_n_layers": 3}
         config: Any = hf.ModernBertConfig(**sizes, **ends, **layers)
         return hf.ModernBertForMaskedLM(config)
     small |= {"num_hidden_layers": 3, "head_dim": 4, "intermediate_size_mlp": 24, "num_local_experts": 2}
