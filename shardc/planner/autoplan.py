@@ -21,14 +21,15 @@ from shardc.partition.prediction import predict
 from shardc.partition.staged_program import one_stage
 from shardc.plan.hardware import hardware as find_hardware
 from shardc.plan.schema import Plan, read_bytes
-from shardc.planner.candidate import Candidate
+from shardc.planner.candidate import ORDER, Candidate
 from shardc.planner.inner import Inner
 from shardc.planner.layer_costs import LayerCosts
 from shardc.planner.ranking import RankedPlan, Ranking
 from shardc.planner.reasons import does_not_fit, reason
 from shardc.planner.reduced_model import KEPT, reduced
-from shardc.planner.search import Limits, Outcome, Priced, kind_of, search
+from shardc.planner.search import Outcome, Priced, kind_of, search
 from shardc.planner.small_program import Subject, elements_a_row, resized
+from shardc.planner.space import Limits
 from shardc.planner.step_costs import estimate
 
 MOST_STAGES = 8  # of a program that is compiled to confirm a plan: each has a layer
@@ -122,8 +123,8 @@ def pinned(kept: Plan, gpus: int) -> dict[str, tuple[object, ...]]:
     """What a plan fixes of a candidate, by field. Raises ShardcError (SC251) for a mesh that the ranks do not have."""
     fixed: dict[str, tuple[object, ...]] = {}
     for axis, size in kept.mesh.axes if kept.mesh is not None else ():
-        if axis not in ("pp", "dp", "ep", "cp", "tp"):
-            hint = "name the axes pp, dp, ep, cp and tp"
+        if axis not in ORDER:
+            hint = "name the axes pp, dp, ep, cp and tp, or dp_replicate over which storage is not divided"
             raise error("SC251", f"the planner has no axis '{axis}', which the plan's mesh names", hint=hint)
         if gpus % size:
             hint = f"pass a number of ranks that {axis}={size} divides"
@@ -134,6 +135,16 @@ def pinned(kept: Plan, gpus: int) -> dict[str, tuple[object, ...]]:
         fixed["zero"] = (kept.storage.zero,)
     if "recompute" in said:
         fixed["recompute"] = (kept.recompute.mode,)
+    if "bucket" in said:
+        fixed["bucket"] = (True if kept.bucket.size is None else kept.bucket.size,)
+    named = {
+        axis
+        for kind in (kept.params, kept.inputs, kept.activations)
+        for a in kind.values()
+        for axis in a.placement.axes
+    }
+    if "dp" in {*named, *kept.storage.axes}:
+        fixed.setdefault("dp_replicate", (1,))  # what is said of dp is said of all replicas
     if kept.pipeline is not None:
         fixed |= {"schedule": (kept.pipeline.schedule,), "microbatches": (kept.pipeline.microbatches,)}
         if kept.pipeline.virtual is not None:
@@ -207,7 +218,7 @@ class _Ranker:
         found: dict[Candidate, Priced] = {}
         known = {p.candidate for p in shown}
         everything = sorted(self.outcome.priced, key=lambda p: p.seconds)
-        for name in ("tp", "pp", "cp", "ep", "zero", "recompute", "sequence", "rows"):
+        for name in ("tp", "pp", "cp", "ep", "zero", "recompute", "sequence", "rows", "schedule"):
             value = getattr(leader.candidate, name)
             other = next((p for p in everything if getattr(p.candidate, name) != value), None)
             if other is not None and other.candidate not in known:
@@ -231,7 +242,7 @@ class _Ranker:
         c = p.candidate
         base = self.subject.costs(Inner())
         flops = base.total().flops * self.limits.batch if isinstance(base, LayerCosts) else 0.0
-        peak_rate = self.subject.hardware.bf16_flops_per_second * self.limits.gpus
+        peak_rate = self.subject.hardware.peak_flops_per_second * self.limits.gpus
         return RankedPlan(
             self._plan(c),
             c,

@@ -15,8 +15,9 @@ from shardc.plan.hardware import hardware
 from shardc.planner.candidate import Candidate
 from shardc.planner.layer_costs import LayerCosts
 from shardc.planner.reasons import reason
-from shardc.planner.search import SLACK, Limits, Priced, candidates, search
+from shardc.planner.search import SLACK, Priced, search
 from shardc.planner.small_program import Subject
+from shardc.planner.space import Limits, candidates
 from shardc.planner.step_costs import estimate
 
 MACHINE = hardware("h200-nvlink")

@@ -4,8 +4,9 @@ import pytest
 
 from shardc.planner.layer_costs import LayerCosts
 from shardc.planner.reasons import reason
-from shardc.planner.search import Limits, Priced, candidates, search
+from shardc.planner.search import Priced, search
 from shardc.planner.small_program import Subject
+from shardc.planner.space import Limits, candidates
 from shardc.planner.step_costs import estimate
 from tests.planner.published import MEGATRON, Published, is_published, llama_405b, megatron
 

@@ -9,7 +9,8 @@ from shardc.ir.hardware import Hardware
 from shardc.planner.candidate import Candidate
 from shardc.planner.layer_costs import LayerCosts, Part
 from shardc.planner.numbers import Numbers
-from shardc.planner.step_costs import estimate, in_flight, split
+from shardc.planner.stages import split
+from shardc.planner.step_costs import estimate, in_flight
 from shardc.schedule import schedules
 from shardc.schedule.clock import work_spans
 from shardc.schedule.costs import Costs, StageCost
