@@ -14,7 +14,7 @@ from shardc import Mesh, Plan, ShardcError
 from shardc.plan.hardware import hardware
 from shardc.planner.candidate import Candidate
 from shardc.planner.layer_costs import LayerCosts
-from shardc.planner.reasons import reason
+from shardc.planner.reasons import causes, reason
 from shardc.planner.search import SLACK, Priced, search
 from shardc.planner.small_program import Subject
 from shardc.planner.space import Limits, candidates
@@ -134,6 +134,15 @@ def test_what_loses_says_why(subject: Subject) -> None:
     assert piped is not None
     assert reason(slow, best, 80e9, MACHINE).startswith("recomputes for ")
     assert reason(piped, best, 80e9, MACHINE).startswith("bubble 2")
+    for loser in (slow, piped):
+        whole = sum(seconds for seconds, _ in causes(loser, best, MACHINE))
+        assert whole == pytest.approx(loser.seconds - best.seconds)
+    # A bubble is a share of what fills it: of one mesh and as many microbatches, it is not why more work takes longer.
+    again = priced(subject, dataclasses.replace(piped.candidate, recompute="full"))
+    assert again is not None
+    assert again.estimate.bubble > piped.estimate.bubble
+    assert max(causes(again, piped, MACHINE))[1].startswith("recomputes for ")
+    assert all(abs(s) < 1e-3 * piped.seconds for s, text in causes(again, piped, MACHINE) if text.startswith("bubble"))
     assert reason(best, best, 80e9, MACHINE).startswith("as fast as the best")
     words = reason(slow, best, 1e9, MACHINE)
     assert words.startswith("does not fit: ")
@@ -145,6 +154,10 @@ def test_what_loses_says_why(subject: Subject) -> None:
     [
         pytest.param({}, marks=pytest.mark.long),
         {"mesh": "pp=2, tp=2"},
+        {"mesh": "dp_replicate=2, dp=2", "storage": {"zero": 3, "axes": ["dp"]}},
+        pytest.param(
+            {"mesh": "pp=2, dp=2", "pipeline": {"schedule": "zb-v", "microbatches": 4}}, marks=pytest.mark.long
+        ),
         pytest.param({"mesh": "dp=2, tp=2", "storage": {"zero": 3, "axes": ["dp"]}}, marks=pytest.mark.long),
     ],
 )
