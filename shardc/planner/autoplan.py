@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ from shardc.compiler.binding import check_module, read_plan
 from shardc.compiler.request import Request, compiled, rows_of
 from shardc.ir.collectives import human_bytes
 from shardc.ir.default_device import on_cpu
-from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.hardware import Hardware
 from shardc.partition.prediction import predict
 from shardc.partition.staged_program import one_stage
 from shardc.plan.hardware import hardware as find_hardware
 from shardc.plan.schema import Plan, read_bytes
+from shardc.plan.values import DTYPES
 from shardc.planner.candidate import ORDER, Candidate
 from shardc.planner.inner import Inner
 from shardc.planner.layer_costs import LayerCosts
@@ -52,6 +53,7 @@ def autoplan(
     optimizer: Callable[[nn.Module], Any] | None = None,
     keep: Plan | Mapping[str, Any] | str | Path | None = None,
     precision: str | None = DEFAULT_PRECISION,
+    reduce: Sequence[str] = (),
     top: int = 5,
     confirm: int = 1,
 ) -> Ranking:
@@ -71,6 +73,7 @@ def autoplan(
     keep       a plan that every plan keeps: axes of its mesh have their sizes, annotations their placements, and what
                it says of storage, recomputation, the pipeline or precision stays
     precision  what to compute in where `keep` does not say: "bf16", "fp16", or None for the model's own dtypes
+    reduce     dtypes that gradients may be summed in, beside the plan's own: ["bf16"] sends less, sums otherwise
     top        how many plans
     confirm    so many of the best are compiled, with a layer a stage, and ranked by that program's prediction
 
@@ -85,6 +88,9 @@ def autoplan(
         kept = kept.merge(Plan.of(precision=precision))
     total = rows_of(batch) if rows is None else rows
     _check(gpus, total, top)
+    if unknown := [name for name in reduce if name not in DTYPES]:
+        hint = did_you_mean(str(unknown[0]), list(DTYPES), "dtypes")
+        raise error("SC251", f"gradients cannot be summed in {unknown[0]!r}", hint=hint)
     limit = read_bytes(memory)
     if not limit:
         raise error("SC251", "a rank with no memory holds no plan", hint='pass memory="80GiB", say')
@@ -92,7 +98,7 @@ def autoplan(
     widest = max(d for d in range(1, min(gpus, node) + 1) if gpus % d == 0)
     make = optimizer or _adamw
     subject = Subject(model, resized(batch, total), loss, chosen, kept, make, max(2, widest))
-    limits = Limits(gpus, limit, total, elements_a_row(batch), pinned(kept, gpus))
+    limits = Limits(gpus, limit, total, elements_a_row(batch), pinned(kept, gpus), tuple(reduce))
     outcome = search(subject, limits, top)
     fitting = outcome.fitting(limit)
     if not fitting:

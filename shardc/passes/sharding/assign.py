@@ -267,11 +267,13 @@ class _Walk:
         behind other work, those of tokens are waited for: so these count `WAITED` times."""
         mesh, weights = self.graph.mesh, [self.wish[operands(product)[1]] for product in _products(grouping)]
         inside = [t for t in weights if any(axis in atom.axes for dim in t.dims[1:] for atom in dim)]
+        if not inside:
+            return False
         sent = sum(t.local_bytes(mesh) for t in inside) * (self.sizes[axis] - 1)
         tokens = math.prod(self.sizes[a] for a in {axis, *self.wish[operands(grouping)[0]].axes})
         rows = bytes_of_forms(grouping, tokens, (axis,), mesh)[1]
         rows += bytes_of_forms(grouping, tokens, exchanged, mesh)[0] * (self.sizes[axis] - 1) if exchanged else 0
-        return bool(inside) and WAITED * rows <= sent
+        return WAITED * rows <= sent
 
     def _candidates(
         self, sources: list[fx.Node], outs: list[fx.Node | None], projection: Projection, axis: str
