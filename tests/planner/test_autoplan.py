@@ -141,8 +141,9 @@ def test_what_loses_says_why(subject: Subject) -> None:
     again = priced(subject, dataclasses.replace(piped.candidate, recompute="full"))
     assert again is not None
     assert again.estimate.bubble > piped.estimate.bubble
-    assert max(causes(again, piped, MACHINE))[1].startswith("recomputes for ")
-    assert all(abs(s) < 1e-3 * piped.seconds for s, text in causes(again, piped, MACHINE) if text.startswith("bubble"))
+    (most, first), *rest = sorted(causes(again, piped, MACHINE), reverse=True)
+    assert first.startswith("recomputes for ")
+    assert all(abs(seconds) < most / 3 for seconds, _ in rest)
     assert reason(best, best, 80e9, MACHINE).startswith("as fast as the best")
     words = reason(slow, best, 1e9, MACHINE)
     assert words.startswith("does not fit: ")
