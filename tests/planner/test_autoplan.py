@@ -178,6 +178,24 @@ def test_plans_compile_and_verify(keep: dict[str, object]) -> None:
     assert "compiled" in ranking.best.basis
 
 
+def test_a_split_backward_that_recomputes_is_predicted() -> None:
+    """A part may let go of a value that its graph does not read."""
+    placed = {f"**.{n}_proj.weight": "tp, -" for n in ("q", "k", "v", "gate", "up")}
+    placed |= {f"**.{n}_proj.weight": "-, tp" for n in ("o", "down")}
+    data = {
+        "mesh": "pp=2, tp=2",
+        "params": placed,
+        "activations": {"model.layers.*": "-, tp, -"},
+        "precision": "bf16",
+        "recompute": "selective",
+        "pipeline": {"schedule": "zb-h1", "microbatches": 4},
+    }
+    program = shardc.compile(llama(64, 2), tokens(8, 16), plan=Plan.from_dict(data))
+    prediction = program.predict(MACHINE)
+    assert prediction.peak_bytes > 0
+    assert prediction.step_ms > 0
+
+
 @pytest.mark.long
 def test_a_model_that_is_no_transformer(tmp_path: Path) -> None:
     model, images = Mixer(), torch.randn(8, 3, 16, 16)
