@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 def fastest(subject: Subject, limits: Limits, tp: int, pp: int, cp: int, recompute: tuple[str, ...]) -> Priced:
     """The fastest that fits, of those with such a mesh."""
     found: list[Priced] = []
-    for c in candidates(subject, limits):
+    for c in candidates(subject, limits, varied=False):
         if (c.tp, c.pp, c.cp) == (tp, pp, cp) and c.recompute in recompute:
             costs = subject.costs(c.inner)
             if isinstance(costs, LayerCosts):
