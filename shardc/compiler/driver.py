@@ -35,6 +35,7 @@ from shardc.ir.mesh import Mesh
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.base import Pass
+from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.fusion.analysis.traffic import Traffic, traffic
 from shardc.passes.fusion.fuse import check_excluded
 from shardc.passes.normalize.group_experts import GroupExperts
@@ -82,10 +83,7 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
     plan = task.plan
     reference = single_device(task.traced, task.placed, options)
     reference.diagnostics += task.notes
-    accumulate = Accumulate(plan.microbatches, always=plan.pipeline is not None)
-    reference = run(
-        reference, [accumulate, JoinLoads(), *([task.updates] if task.updates is not None else [])], options
-    )
+    reference = accumulated(reference, plan.microbatches, options, task.updates, always=plan.pipeline is not None)
     reference.tokens = task.tokens
 
     body = distribute(reference, task.bound, options)
@@ -110,7 +108,23 @@ def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
     return graph
 
 
-def distribute(reference: Graph, bound: Sequence[Bound], options: Options, last: type[Pass] | None = None) -> Graph:
+def accumulated(
+    microbatch: Graph, count: int, options: Options, updates: AppendUpdates | None = None, *, always: bool = False
+) -> Graph:
+    """A normalised microbatch as a step of several, with the optimizer's `updates`."""
+    return run(
+        microbatch,
+        [Accumulate(count, always=always), JoinLoads(), *([updates] if updates is not None else [])],
+        options,
+    )
+
+
+def distribute(
+    reference: Graph,
+    bound: Sequence[Bound],
+    options: Options,
+    last: type[Pass] | None = None,
+) -> Graph:
     """One rank's body of a step, which has no kernels yet; or what it is after the pass `last`."""
     cuts = [*cuts_of(reference, bound), *options.store.cuts(reference)]
     sharded = sharded_dims(reference, bound, options.store)
@@ -119,6 +133,14 @@ def distribute(reference: Graph, bound: Sequence[Bound], options: Options, last:
     if last is not None:
         todo = todo[: 1 + next(i for i, pass_ in enumerate(todo) if isinstance(pass_, last))]
     return run(reference.copy(), todo, options)
+
+
+def localized(sharded: Graph, options: Options) -> Graph:
+    """One rank's body, of a copy of what `distribute` left after ReportGathers: recomputation, and all behind it."""
+    passes = body_passes((), (), (), options)
+    return run(
+        sharded.copy(), passes[1 + next(i for i, p in enumerate(passes) if isinstance(p, ReportGathers)) :], options
+    )
 
 
 def finish(staged: StagedProgram, options: Options, *, fused: bool = True) -> StagedProgram:

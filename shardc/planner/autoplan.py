@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,23 @@ from shardc.compiler.binding import check_module, read_plan
 from shardc.compiler.request import Request, compiled, rows_of
 from shardc.ir.collectives import human_bytes
 from shardc.ir.default_device import on_cpu
-from shardc.ir.diagnostic import Diagnostic, ShardcError, error
+from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.hardware import Hardware
 from shardc.partition.prediction import predict
 from shardc.partition.staged_program import one_stage
 from shardc.plan.hardware import hardware as find_hardware
 from shardc.plan.schema import Plan, read_bytes
-from shardc.planner.candidate import Candidate
+from shardc.plan.values import DTYPES
+from shardc.planner.candidate import ORDER, Candidate
 from shardc.planner.inner import Inner
 from shardc.planner.layer_costs import LayerCosts
 from shardc.planner.ranking import RankedPlan, Ranking
 from shardc.planner.reasons import does_not_fit, reason
 from shardc.planner.reduced_model import KEPT, reduced
-from shardc.planner.search import Limits, Outcome, Priced, kind_of, search
+from shardc.planner.search import Outcome, Priced, kind_of, search
 from shardc.planner.small_program import Subject, elements_a_row, resized
+from shardc.planner.space import Limits
 from shardc.planner.step_costs import estimate
 
 MOST_STAGES = 8  # of a program that is compiled to confirm a plan: each has a layer
@@ -51,6 +53,7 @@ def autoplan(
     optimizer: Callable[[nn.Module], Any] | None = None,
     keep: Plan | Mapping[str, Any] | str | Path | None = None,
     precision: str | None = DEFAULT_PRECISION,
+    reduce: Sequence[str] = (),
     top: int = 5,
     confirm: int = 1,
 ) -> Ranking:
@@ -70,6 +73,7 @@ def autoplan(
     keep       a plan that every plan keeps: axes of its mesh have their sizes, annotations their placements, and what
                it says of storage, recomputation, the pipeline or precision stays
     precision  what to compute in where `keep` does not say: "bf16", "fp16", or None for the model's own dtypes
+    reduce     dtypes that gradients may be summed in, beside the plan's own: ["bf16"] sends less, sums otherwise
     top        how many plans
     confirm    so many of the best are compiled, with a layer a stage, and ranked by that program's prediction
 
@@ -84,6 +88,9 @@ def autoplan(
         kept = kept.merge(Plan.of(precision=precision))
     total = rows_of(batch) if rows is None else rows
     _check(gpus, total, top)
+    if unknown := [name for name in reduce if name not in DTYPES]:
+        hint = did_you_mean(str(unknown[0]), list(DTYPES), "dtypes")
+        raise error("SC251", f"gradients cannot be summed in {unknown[0]!r}", hint=hint)
     limit = read_bytes(memory)
     if not limit:
         raise error("SC251", "a rank with no memory holds no plan", hint='pass memory="80GiB", say')
@@ -91,7 +98,7 @@ def autoplan(
     widest = max(d for d in range(1, min(gpus, node) + 1) if gpus % d == 0)
     make = optimizer or _adamw
     subject = Subject(model, resized(batch, total), loss, chosen, kept, make, max(2, widest))
-    limits = Limits(gpus, limit, total, elements_a_row(batch), pinned(kept, gpus))
+    limits = Limits(gpus, limit, total, elements_a_row(batch), pinned(kept, gpus), tuple(reduce))
     outcome = search(subject, limits, top)
     fitting = outcome.fitting(limit)
     if not fitting:
@@ -122,8 +129,8 @@ def pinned(kept: Plan, gpus: int) -> dict[str, tuple[object, ...]]:
     """What a plan fixes of a candidate, by field. Raises ShardcError (SC251) for a mesh that the ranks do not have."""
     fixed: dict[str, tuple[object, ...]] = {}
     for axis, size in kept.mesh.axes if kept.mesh is not None else ():
-        if axis not in ("pp", "dp", "ep", "cp", "tp"):
-            hint = "name the axes pp, dp, ep, cp and tp"
+        if axis not in ORDER:
+            hint = "name the axes pp, dp, ep, cp and tp, or dp_replicate over which storage is not divided"
             raise error("SC251", f"the planner has no axis '{axis}', which the plan's mesh names", hint=hint)
         if gpus % size:
             hint = f"pass a number of ranks that {axis}={size} divides"
@@ -134,6 +141,16 @@ def pinned(kept: Plan, gpus: int) -> dict[str, tuple[object, ...]]:
         fixed["zero"] = (kept.storage.zero,)
     if "recompute" in said:
         fixed["recompute"] = (kept.recompute.mode,)
+    if "bucket" in said:
+        fixed["bucket"] = (True if kept.bucket.size is None else kept.bucket.size,)
+    named = {
+        axis
+        for kind in (kept.params, kept.inputs, kept.activations)
+        for a in kind.values()
+        for axis in a.placement.axes
+    }
+    if "dp" in {*named, *kept.storage.axes}:
+        fixed.setdefault("dp_replicate", (1,))  # what is said of dp is said of all replicas
     if kept.pipeline is not None:
         fixed |= {"schedule": (kept.pipeline.schedule,), "microbatches": (kept.pipeline.microbatches,)}
         if kept.pipeline.virtual is not None:
@@ -207,7 +224,7 @@ class _Ranker:
         found: dict[Candidate, Priced] = {}
         known = {p.candidate for p in shown}
         everything = sorted(self.outcome.priced, key=lambda p: p.seconds)
-        for name in ("tp", "pp", "cp", "ep", "zero", "recompute", "sequence", "rows"):
+        for name in ("tp", "pp", "cp", "ep", "zero", "recompute", "sequence", "rows", "schedule"):
             value = getattr(leader.candidate, name)
             other = next((p for p in everything if getattr(p.candidate, name) != value), None)
             if other is not None and other.candidate not in known:
@@ -231,7 +248,7 @@ class _Ranker:
         c = p.candidate
         base = self.subject.costs(Inner())
         flops = base.total().flops * self.limits.batch if isinstance(base, LayerCosts) else 0.0
-        peak_rate = self.subject.hardware.bf16_flops_per_second * self.limits.gpus
+        peak_rate = self.subject.hardware.peak_flops_per_second * self.limits.gpus
         return RankedPlan(
             self._plan(c),
             c,

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.plan.schema import Plan
 from shardc.planner.inner import Inner
 from shardc.planner.inner_placement import Placements, inner_plan
 
-ORDER = ("pp", "dp", "ep", "cp", "tp")  # of a mesh: what talks most is innermost
+ORDER = ("pp", "dp_replicate", "dp", "ep", "cp", "tp")  # of a mesh: what talks most is innermost
 ONE_STAGE = ""  # the schedule of a step without a pipeline
 
 
 @dataclass(frozen=True)
 class Candidate:
     """`rows` of a microbatch on each data-parallel replica; `virtual` stages of a rank; `reduce` what gradients are
-    summed in, None where the plan has no precision."""
+    summed in, None where the plan has no precision; `bucket` the bytes of a bucket, true where the hardware says them.
+    Storage is divided over dp, ep and cp, and not over `dp_replicate`: hybrid sharding (HSDP)."""
 
     pp: int = 1
     dp: int = 1
@@ -33,7 +36,12 @@ class Candidate:
     zero: int = 0
     recompute: str = "none"
     reduce: str | None = None
-    bucket: bool = True
+    bucket: bool | int = True
+    dp_replicate: int = 1
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return self.pp, self.dp_replicate, self.dp, self.ep, self.cp, self.tp
 
     @cached_property
     def inner(self) -> Inner:
@@ -41,7 +49,7 @@ class Candidate:
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.dp * self.ep * self.cp * self.tp
+        return math.prod(self.sizes)
 
     @property
     def stages(self) -> int:
@@ -49,7 +57,30 @@ class Candidate:
 
     @property
     def batch(self) -> int:
-        return self.dp * self.ep * self.rows * self.microbatches
+        return self.dp_replicate * self.dp * self.ep * self.rows * self.microbatches
+
+    @property
+    def copies(self) -> int:
+        """The ranks over which storage of a weight may be divided."""
+        return self.dp * self.ep * self.cp
+
+    @property
+    def expert_copies(self) -> int:
+        """Those of a weight that is placed over the experts' axis."""
+        return self.dp * self.cp
+
+    @property
+    def sums_overlap(self) -> bool:
+        """Whether gradients are summed while backward runs: those of several microbatches are, after the last."""
+        return self.pp == 1 and self.microbatches == 1
+
+    def stage(self, rank: int, virtual: int) -> int:
+        """Which stage a rank has as its first, second, ...: one after the other, or in a V."""
+        back = self.schedule == "zb-v" and virtual % 2
+        return self.pp * (virtual + 1) - 1 - rank if back else rank + self.pp * virtual
+
+    def bucket_bytes(self, hardware: Hardware) -> int:
+        return hardware.bucket_bytes if self.bucket is True else int(self.bucket)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -73,14 +104,14 @@ class Candidate:
         if self.recompute != "none":
             data["recompute"] = self.recompute
         if self.bucket:
-            data["bucket"] = True
+            data["bucket"] = self.bucket
         if self.schedule:
             data["pipeline"] = {"axis": "pp", "schedule": self.schedule, "microbatches": self.microbatches}
             if self.virtual > 1:
                 data["pipeline"]["virtual"] = self.virtual
         elif self.microbatches > 1:
             data["accumulate"] = self.microbatches
-        rows = [name for name in ("dp", "ep") if getattr(self, name) > 1]
+        rows = [name for name in ("dp_replicate", "dp", "ep") if getattr(self, name) > 1]
         inner = inner_plan(placements, self.inner, Plan(), rows)
         plan = inner.merge(Plan.from_dict({"mesh": Mesh(used or [("dp", 1)]), **data}))
         plan = plan.merge(kept.model_copy(update={"mesh": None}))

@@ -53,7 +53,7 @@ class Placements:
         # Layers that are too small for tp on this hardware are placed as if computing took all the time: the search
         # then says what they lose.
         for hardware in (self.hardware, Hardware.of(SLOW)):
-            for candidate in candidate_plans(self.trace(2), mesh, hardware, pinned=pinned, top=5):
+            for candidate in candidate_plans(self.trace(4), mesh, hardware, pinned=pinned, top=5):
                 maps: dict[str, dict[str, str]] = {kind: dict(candidate.plan.get(kind, {})) for kind in KINDS}
                 if any("tp" in axes_of(text) for text in maps["params"].values()):
                     best.setdefault(any("tp" in axes_of(text) for text in maps["activations"].values()), maps)
@@ -67,9 +67,10 @@ class Placements:
 
     def has(self, axis: str) -> bool:
         """Whether something beside the batch is placed over the axis."""
-        maps = self.found[False]
+        maps, kept = self.found[False], self.pinned
         texts = maps["inputs" if axis == "cp" else "params"].values()
-        return any(axis in axes_of(text) for text in texts)
+        said = [a for kind in (kept.params, kept.inputs, kept.activations) for a in kind.values()]
+        return any(axis in axes_of(text) for text in texts) or any(axis in a.placement.axes for a in said)
 
     @property
     def streams(self) -> bool:
@@ -97,11 +98,12 @@ def inner_plan(placements: Placements, inner: Inner, kept: Plan, data: Collectio
 
 
 def only(text: str, axes: Collection[str]) -> str:
-    """A placement's text without other axes."""
+    """A placement's text without other axes. Where data is divided over dp_replicate too, it goes before dp."""
     dims: list[str] = []
     for dim in text.split(","):
         blocks, star, names = dim.strip().rpartition("*")
-        left = [name for name in names.split(".") if name in axes]
+        every = [part for name in names.split(".") for part in (("dp_replicate", name) if name == "dp" else (name,))]
+        left = [name for name in every if name in axes]
         dims.append(f"{blocks}{star}{'.'.join(left)}" if left else "-")
     return ", ".join(dims)
 

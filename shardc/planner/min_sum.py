@@ -11,6 +11,7 @@ says so.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,9 +61,17 @@ def _least(sizes: Mapping[Variable, int], tables: Sequence[Table]) -> Assignment
     fixed: dict[Variable, int] = {}
     steps: list[tuple[Variable, tuple[Variable, ...], Tensor]] = []
     left = set(sizes)
+
+    def width(v: Variable) -> int:
+        return math.prod(sizes[u] for u in pool.neighbours(v)) * sizes[v]
+
+    widths = {v: width(v) for v in left}
+    order = [(w, v) for v, w in widths.items()]  # a heap, in which entries of other widths than `widths` are outdated
+    heapq.heapify(order)
     while left:
-        widths = {v: math.prod(sizes[u] for u in pool.neighbours(v)) * sizes[v] for v in left}
-        variable = min(left, key=lambda v: (widths[v], v))
+        while order[0][1] not in left or widths[order[0][1]] != order[0][0]:
+            heapq.heappop(order)
+        variable = order[0][1]
         if widths[variable] > MOST:
             variable = max(left, key=lambda v: (len(pool.neighbours(v)), -v))
             lower = torch.zeros(sizes[variable], dtype=torch.float64)
@@ -70,16 +79,22 @@ def _least(sizes: Mapping[Variable, int], tables: Sequence[Table]) -> Assignment
                 axis = table.scope.index(variable)
                 lower = lower + table.costs.movedim(axis, 0).reshape(sizes[variable], -1).amin(1)
             fixed[variable] = int(lower.argmin())
+            changed = pool.neighbours(variable)
             for table in pool.take(variable):
                 axis = table.scope.index(variable)
                 scope = tuple(v for v in table.scope if v != variable)
                 pool.add(Table(scope, table.costs.select(axis, fixed[variable])))
         else:
+            changed = pool.neighbours(variable)
             scope, costs = _sum(pool.take(variable), variable, sizes)
             values, choice = costs.min(-1)
             steps.append((variable, scope, choice))
             pool.add(Table(scope, values))
         left.remove(variable)
+        for v in changed:
+            if (now := width(v)) != widths[v]:
+                widths[v] = now
+                heapq.heappush(order, (now, v))
     for variable, scope, choice in reversed(steps):
         fixed[variable] = int(choice[tuple(fixed[v] for v in scope)])
     cost = sum(float(t.costs[tuple(fixed[v] for v in t.scope)]) for t in tables)

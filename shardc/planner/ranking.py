@@ -11,7 +11,7 @@ from typing import Any, overload
 from shardc.ir.files import write_text
 from shardc.plan.schema import Plan
 from shardc.planner.candidate import ORDER, Candidate
-from shardc.planner.step_costs import Estimate
+from shardc.planner.step_costs import TERMS, Estimate
 
 GIB = 2**30
 
@@ -44,7 +44,7 @@ class RankedPlan:
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
         c, e = self.candidate, self.estimate
-        parts = ("work", "sent", "recomputed", "bubble", "transfers", "data", "update")
+        parts = (*TERMS, "sent", "recomputed")
         held = ("weights", "gradients", "state", "activations", "transient")
         return {
             "mesh": {name: getattr(c, name) for name in ORDER if getattr(c, name) > 1},

@@ -1,8 +1,13 @@
 """Why a candidate is not the best, in plain words: the largest of what it spends more, or what it holds too much.
 
-does not fit: 93.0 GiB of 80, of which activations 51.2 (8 microbatches in flight)
-tp=16 spans nodes: its collectives take 41 ms more
-bubble 23 %: 16 microbatches in 8 stages
+    does not fit: 93.0 GiB of 80, of which activations 51.2 (8 microbatches in flight)
+    tp=16 spans nodes: its collectives take 41 ms more
+    bubble 23 %: 16 microbatches in 8 stages
+
+The difference of two steps is the sum of the differences of their terms (`step_costs.TERMS`), and work is what is
+computed once, what is recomputed and what is waited for. A bubble is a share of the work: where the share is the same
+and the work is more, the cause is the work. So each term of work counts with its share of the bubble, and as a bubble
+counts what the share is more.
 """
 
 from __future__ import annotations
@@ -10,8 +15,9 @@ from __future__ import annotations
 from shardc.ir.collectives import human_bytes
 from shardc.ir.hardware import Hardware
 from shardc.planner.candidate import Candidate
+from shardc.planner.network import network_of
 from shardc.planner.search import Priced
-from shardc.planner.step_costs import Estimate, Memory, group
+from shardc.planner.step_costs import Estimate, Memory
 
 NEXT_BEST = "as fast as the best, within what a prediction tells"
 NEAR = 0.002
@@ -24,9 +30,9 @@ def reason(loser: Priced, best: Priced, memory: float, hardware: Hardware) -> st
     more = loser.seconds - best.seconds
     if more <= NEAR * best.seconds:
         return NEXT_BEST
-    causes = sorted(_causes(loser, best, hardware), reverse=True)
-    spent, text = causes[0]
-    return text if spent >= 0.4 * more else "; ".join(text for _, text in causes[:2])
+    told = sorted(causes(loser, best, hardware), reverse=True)
+    spent, text = told[0]
+    return text if spent >= 0.4 * more else "; ".join(text for _, text in told[:2])
 
 
 def does_not_fit(held: Memory, memory: float) -> str:
@@ -46,29 +52,34 @@ def does_not_fit(held: Memory, memory: float) -> str:
     )
 
 
-def _causes(loser: Priced, best: Priced, hardware: Hardware) -> list[tuple[float, str]]:
+def causes(loser: Priced, best: Priced, hardware: Hardware) -> list[tuple[float, str]]:
+    """The terms of the difference, in seconds, with what each says. They sum up to the whole of it."""
     c, a, b = loser.candidate, loser.estimate, best.estimate
-    share = 100 * a.bubble / a.seconds
-    causes = [
-        (a.bubble - b.bubble, f"bubble {share:.0f} %: {c.microbatches} microbatches in {c.stages} stages"),
+    share, before = a.bubble / _filled(a), b.bubble / _filled(b)
+    more = {name: (1 + share) * (value - _terms(b)[name]) for name, value in _terms(a).items()}
+    bubble = (share - before) * _filled(b)
+    told = [
+        (bubble, f"bubble {100 * a.bubble / a.seconds:.0f} %: {c.microbatches} microbatches in {c.stages} stages"),
+        (more["alone"], f"computes for {_ms(more['alone'])} more: {_smaller(c, best.candidate)}"),
+        (more["recomputed"], f"recomputes for {_ms(more['recomputed'])} more"),
+        (more["uneven"], f"stages are uneven: the busiest takes {_ms(more['uneven'])} more"),
+        (more["gathered"], f"zero 3 waits {_ms(more['gathered'])} more for weights, gathered each microbatch"),
         (a.transfers - b.transfers, f"transfers between stages take {_ms(a.transfers - b.transfers)} more"),
         (a.data - b.data, f"{_sums(c)} take {_ms(a.data - b.data)} more, with nothing to hide behind"),
         (a.update - b.update, f"the update takes {_ms(a.update - b.update)} more: {_update(c)}"),
-        (a.recomputed - b.recomputed, f"recomputes for {_ms(a.recomputed - b.recomputed)} more"),
-        (_alone(a) - _alone(b), f"computes for {_ms(_alone(a) - _alone(b))} more: {_smaller(c, best.candidate)}"),
     ]
-    sent = a.sent - b.sent
     axis = max(("tp", "cp", "ep"), key=lambda name: _spent(a, name) - _spent(b, name))
-    if c.zero == 3 and sum(a.collectives.values()) < a.sent:
-        causes.append((sent, f"zero 3 waits {_ms(sent)} more for weights, gathered each microbatch"))
-    else:
-        causes.append((sent, f"{_where(c, axis, hardware)}: its collectives take {_ms(sent)} more"))
-    return causes
+    return [*told, (more["sent"], f"{_where(c, axis, hardware)}: its collectives take {_ms(more['sent'])} more")]
 
 
-def _alone(estimate: Estimate) -> float:
-    """Computing, without waits and without what is recomputed."""
-    return estimate.work - estimate.sent - estimate.recomputed
+def _terms(e: Estimate) -> dict[str, float]:
+    """Of the work of all microbatches, that of which a bubble is a share."""
+    alone = e.work - e.sent - e.recomputed
+    return {"alone": alone, "sent": e.sent, "recomputed": e.recomputed, "uneven": e.uneven, "gathered": e.gathered}
+
+
+def _filled(estimate: Estimate) -> float:
+    return estimate.work + estimate.uneven + estimate.gathered
 
 
 def _spent(estimate: Estimate, axis: str) -> float:
@@ -78,7 +89,7 @@ def _spent(estimate: Estimate, axis: str) -> float:
 def _where(c: Candidate, axis: str, hardware: Hardware) -> str:
     """An axis, and whether its groups leave a node."""
     size = getattr(c, axis)
-    spans = size > 1 and len(group(hardware, c.mesh, (axis,)).extents) > 1
+    spans = size > 1 and len(network_of(hardware).group(c, (axis,)).extents) > 1
     whole = "" if axis != "tp" or c.sequence or size == 1 else ", without sequence parallelism"
     return f"{axis}={size}{' spans nodes' if spans else ''}{whole}"
 
@@ -95,8 +106,6 @@ def _smaller(c: Candidate, best: Candidate) -> str:
     divided, other = c.tp * c.cp, best.tp * best.cp
     if c.rows * other < best.rows * divided:
         return f"smaller products, of {c.rows} row{'s' if c.rows > 1 else ''} over {divided} ranks"
-    if c.pp > best.pp:
-        return "stages are uneven"
     return "its layers are slower so placed"
 
 

@@ -18,13 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.compiler.binding import bind_precision
+from shardc.compiler.binding import bind, bind_passes, bind_precision, collect_plan
+from shardc.compiler.driver import accumulated, distribute, finish_body, localized, single_device
+from shardc.compiler.pass_pipeline import Options
 from shardc.compiler.request import Request, compiled, rows_of
 from shardc.cost.call_seconds import call_costs
 from shardc.frontend.trace import Traced, trace
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.hardware import Hardware
+from shardc.ir.mesh import Mesh
+from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.plan.schema import Plan
 from shardc.planner.inner import Inner
 from shardc.planner.inner_placement import Placements, inner_plan
@@ -50,6 +54,8 @@ class Subject:
     runs: tuple[Run, ...] = ()
     known: dict[Inner, LayerCosts | ShardcError] = field(default_factory=dict[Inner, "LayerCosts | ShardcError"])
     traces: dict[int, Traced] = field(default_factory=dict[int, Traced])
+    references: dict[int, Graph] = field(default_factory=dict[int, Graph])  # by rows
+    sharded: dict[Inner, Graph] = field(default_factory=dict[Inner, Graph])  # without recomputation
     compiles: int = 0
 
     def __post_init__(self) -> None:
@@ -67,7 +73,7 @@ class Subject:
 
     @cached_property
     def placements(self) -> Placements:
-        return Placements(self._traced, self.hardware, self.kept, self.widest)
+        return Placements(self._traced, self.hardware, collect_plan(self.small, self.kept), self.widest)
 
     def rows(self, count: int) -> Any:
         """The sample batch with so many rows: see `resized`."""
@@ -102,21 +108,31 @@ class Subject:
         return layer_costs(body, self.runs, self.hardware, body.mesh)
 
     def body(self, inner: Inner) -> Graph:
-        """The localized body of a small program."""
+        """The localized body of a small program: what it is before recomputation is kept, and shared by all levels."""
         self.compiles += 1
-        rows = inner.rows * inner.ep
-        plan = inner_plan(self.placements, inner, self.kept)
-        plan = plan.model_copy(update={"accumulate": MICROBATCHES, "pipeline": None, "mesh": inner.mesh})
-        request = Request(
-            self.small,
-            self.rows(rows * MICROBATCHES),
-            inner.mesh,
-            plan,
-            self.loss,
-            traced=self._traced(rows),
-            checked=False,
-        )
-        return compiled(request).graphs.body
+        plan = collect_plan(self.small, inner_plan(self.placements, inner, self.kept))
+        options = self._options(plan, inner.mesh)
+        if (placed := replace(inner, recompute="")) not in self.sharded:
+            rows = inner.rows * inner.ep
+            reference = self._reference(rows).copy()
+            reference.mesh = inner.mesh
+            bound = bind(plan, self.traces[rows], inner.mesh)
+            self.sharded[placed] = distribute(reference, bound, options, last=ReportGathers)
+        return finish_body(localized(self.sharded[placed], options), options)
+
+    def _options(self, plan: Plan, mesh: Mesh) -> Options:
+        precision, _ = bind_precision(plan)
+        reduce = None if precision is None else precision.reduce
+        options = Options(strict=plan.strict, verify=False, reduce=reduce)
+        return bind_passes(plan, plan.hardware.value.on(mesh), options)
+
+    def _reference(self, rows: int) -> Graph:
+        """The normalised step of so many rows a microbatch, which no mesh has divided yet."""
+        if rows not in self.references:
+            traced, mesh = self._traced(rows), Inner().mesh
+            options = self._options(collect_plan(self.small, self.kept), mesh)
+            self.references[rows] = accumulated(single_device(traced, mesh, options), MICROBATCHES, options)
+        return self.references[rows]
 
     @cached_property
     def numbers(self) -> Numbers:

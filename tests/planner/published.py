@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from shardc.plan.hardware import hardware
 from shardc.plan.schema import Plan
 from shardc.planner.candidate import Candidate
-from shardc.planner.search import Limits
 from shardc.planner.small_program import Subject
+from shardc.planner.space import Limits
 
 SEQUENCE = 2048
 

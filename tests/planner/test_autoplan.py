@@ -14,9 +14,10 @@ from shardc import Mesh, Plan, ShardcError
 from shardc.plan.hardware import hardware
 from shardc.planner.candidate import Candidate
 from shardc.planner.layer_costs import LayerCosts
-from shardc.planner.reasons import reason
-from shardc.planner.search import SLACK, Limits, Priced, candidates, search
+from shardc.planner.reasons import causes, reason
+from shardc.planner.search import SLACK, Priced, search
 from shardc.planner.small_program import Subject
+from shardc.planner.space import Limits, candidates
 from shardc.planner.step_costs import estimate
 
 MACHINE = hardware("h200-nvlink")
@@ -133,6 +134,16 @@ def test_what_loses_says_why(subject: Subject) -> None:
     assert piped is not None
     assert reason(slow, best, 80e9, MACHINE).startswith("recomputes for ")
     assert reason(piped, best, 80e9, MACHINE).startswith("bubble 2")
+    for loser in (slow, piped):
+        whole = sum(seconds for seconds, _ in causes(loser, best, MACHINE))
+        assert whole == pytest.approx(loser.seconds - best.seconds)
+    # A bubble is a share of what fills it: of one mesh and as many microbatches, it is not why more work takes longer.
+    again = priced(subject, dataclasses.replace(piped.candidate, recompute="full"))
+    assert again is not None
+    assert again.estimate.bubble > piped.estimate.bubble
+    (most, first), *rest = sorted(causes(again, piped, MACHINE), reverse=True)
+    assert first.startswith("recomputes for ")
+    assert all(abs(seconds) < most / 3 for seconds, _ in rest)
     assert reason(best, best, 80e9, MACHINE).startswith("as fast as the best")
     words = reason(slow, best, 1e9, MACHINE)
     assert words.startswith("does not fit: ")
@@ -144,6 +155,10 @@ def test_what_loses_says_why(subject: Subject) -> None:
     [
         pytest.param({}, marks=pytest.mark.long),
         {"mesh": "pp=2, tp=2"},
+        {"mesh": "dp_replicate=2, dp=2", "storage": {"zero": 3, "axes": ["dp"]}},
+        pytest.param(
+            {"mesh": "pp=2, dp=2", "pipeline": {"schedule": "zb-v", "microbatches": 4}}, marks=pytest.mark.long
+        ),
         pytest.param({"mesh": "dp=2, tp=2", "storage": {"zero": 3, "axes": ["dp"]}}, marks=pytest.mark.long),
     ],
 )
@@ -161,6 +176,24 @@ def test_plans_compile_and_verify(keep: dict[str, object]) -> None:
     assert ranking.best.fits
     assert ranking[0] is ranking.best
     assert "compiled" in ranking.best.basis
+
+
+def test_a_split_backward_that_recomputes_is_predicted() -> None:
+    """A part may let go of a value that its graph does not read."""
+    placed = {f"**.{n}_proj.weight": "tp, -" for n in ("q", "k", "v", "gate", "up")}
+    placed |= {f"**.{n}_proj.weight": "-, tp" for n in ("o", "down")}
+    data = {
+        "mesh": "pp=2, tp=2",
+        "params": placed,
+        "activations": {"model.layers.*": "-, tp, -"},
+        "precision": "bf16",
+        "recompute": "selective",
+        "pipeline": {"schedule": "zb-h1", "microbatches": 4},
+    }
+    program = shardc.compile(llama(64, 2), tokens(8, 16), plan=Plan.from_dict(data))
+    prediction = program.predict(MACHINE)
+    assert prediction.peak_bytes > 0
+    assert prediction.step_ms > 0
 
 
 @pytest.mark.long

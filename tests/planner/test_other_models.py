@@ -159,3 +159,13 @@ def test_a_kept_axis_that_takes_nothing_is_refused_by_its_name(mesh: str, words:
         shardc.autoplan(UNet(), images("cpu"), gpus=4, keep={"mesh": mesh}, precision=None)
     assert caught.value.code == "SC251"
     assert words in str(caught.value)
+
+
+def test_an_axis_that_only_the_kept_plan_uses_is_planned_for() -> None:
+    keep = {"mesh": "dp=2, tp=2", "params": {"low.weight": "tp, -, -, -"}}
+    ranking = shardc.autoplan(UNet(), images("cpu"), gpus=4, keep=keep, precision=None, top=1, confirm=0)
+    mesh = ranking.best.plan.mesh
+    assert mesh is not None
+    assert dict(mesh.axes) == {"dp": 2, "tp": 2}
+    assert str(ranking.best.plan.params["low.weight"].placement) == "tp, -, -, -"
+    assert shardc.compile(UNet(), images("cpu"), plan=Plan.parse(ranking.best.yaml())).verify().ok

@@ -4,8 +4,9 @@ import pytest
 
 from shardc.planner.layer_costs import LayerCosts
 from shardc.planner.reasons import reason
-from shardc.planner.search import Limits, Priced, candidates, search
+from shardc.planner.search import Priced, search
 from shardc.planner.small_program import Subject
+from shardc.planner.space import Limits, candidates
 from shardc.planner.step_costs import estimate
 from tests.planner.published import MEGATRON, Published, is_published, llama_405b, megatron
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.long
 def fastest(subject: Subject, limits: Limits, tp: int, pp: int, cp: int, recompute: tuple[str, ...]) -> Priced:
     """The fastest that fits, of those with such a mesh."""
     found: list[Priced] = []
-    for c in candidates(subject, limits):
+    for c in candidates(subject, limits, varied=False):
         if (c.tp, c.pp, c.cp) == (tp, pp, cp) and c.recompute in recompute:
             costs = subject.costs(c.inner)
             if isinstance(costs, LayerCosts):

@@ -6,14 +6,17 @@ import itertools
 import pytest
 
 from shardc.ir.hardware import Hardware
+from shardc.plan.hardware import hardware
 from shardc.planner.candidate import Candidate
 from shardc.planner.layer_costs import LayerCosts, Part
 from shardc.planner.numbers import Numbers
-from shardc.planner.step_costs import estimate, in_flight, split
+from shardc.planner.stages import split
+from shardc.planner.step_costs import TERMS, estimate, in_flight
 from shardc.schedule import schedules
 from shardc.schedule.clock import work_spans
 from shardc.schedule.costs import Costs, StageCost
 from shardc.schedule.pipeline import chain_pipeline
+from shardc.schedule.schedules.judge import peak_activations
 
 HARDWARE = Hardware()
 NUMBERS = Numbers()
@@ -48,6 +51,91 @@ def test_interleaved_takes_as_long_as_its_clock_says(pp: int, virtual: int, roun
     assert estimate(candidate, costs, HARDWARE, NUMBERS).seconds == pytest.approx(
         clock("interleaved", pp * virtual, virtual, pp * rounds, 1.0, 2.0), rel=1e-3
     )
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(("pp", "late"), list(itertools.product((2, 4, 8), (0.7, 1.0))))
+def test_zero_bubble_schedules_take_as_long_as_their_clock_says(
+    schedule: str, virtual: int, pp: int, late: float
+) -> None:
+    candidate = Candidate(pp=pp, microbatches=4 * pp, schedule=schedule, virtual=virtual)
+    layer = dataclasses.replace(LAYER, late=late)
+    dgrad = layer.backward - late
+    costs = Costs((StageCost(1.0, dgrad, late),) * (pp * virtual))
+    orders = schedules.order(schedule, pp * virtual, virtual, 4 * pp, costs)
+    clocked = max(span.end for spans in work_spans(orders, chain_pipeline(pp * virtual), costs) for span in spans)
+    found = estimate(candidate, layers(pp * virtual, layer=layer), HARDWARE, NUMBERS)
+    assert found.seconds == pytest.approx(clocked, rel=1e-3)
+    assert (
+        found.bubble
+        < estimate(
+            dataclasses.replace(candidate, schedule="1f1b", virtual=1),
+            layers(pp * virtual, layer=layer),
+            HARDWARE,
+            NUMBERS,
+        ).bubble
+    )
+    most = max(peak_activations(order, costs) for order in orders)  # in chunks of activations
+    assert in_flight(candidate, 0) >= most
+
+
+def test_a_v_has_its_first_and_last_stage_on_one_rank() -> None:
+    candidate = Candidate(pp=4, microbatches=8, schedule="zb-v", virtual=2)
+    assert [[candidate.stage(rank, v) for v in range(2)] for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+
+
+WEIGHTY = dataclasses.replace(LAYER, weights=1e9, largest=1e8, boundary=1e6, sent=0.1, recomputed=0.2)
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate(dp=4, tp=2, zero=2),
+        Candidate(dp=8, zero=3, microbatches=4),
+        Candidate(dp=4, dp_replicate=4, zero=3, microbatches=4),
+        Candidate(pp=4, dp=2, microbatches=8, schedule="1f1b", zero=1),
+        Candidate(pp=2, microbatches=8, schedule="interleaved", virtual=2),
+        Candidate(pp=2, dp=2, microbatches=8, schedule="zb-h1", zero=3),
+    ],
+    ids=str,
+)
+def test_a_step_is_the_sum_of_its_terms(candidate: Candidate) -> None:
+    found = estimate(candidate, layers(9, entry=LAYER, layer=WEIGHTY), hardware("h200-nvlink"), NUMBERS)
+    assert found.seconds == pytest.approx(sum(getattr(found, term) for term in TERMS))
+    assert found.sent + found.recomputed < found.work
+
+
+def test_storage_over_part_of_dp_gathers_from_fewer_and_holds_more() -> None:
+    """Nodes of 8: over all 32 ranks weights come from other nodes; over 8 only sums go there."""
+    machine, mixed = hardware("h200-nvlink"), Numbers(stored=4, computed=2, gradient=4, state=8)
+    layer = dataclasses.replace(WEIGHTY, forward=1e-3, backward=2e-3, sent=0.0, recomputed=0.0)
+    whole = Candidate(dp=32, zero=3, microbatches=8)
+    part = Candidate(dp=8, dp_replicate=4, zero=3, microbatches=8)
+    all_ranks, node = (estimate(c, layers(8, layer=layer), machine, mixed) for c in (whole, part))
+    assert node.gathered < 0.8 * all_ranks.gathered
+    assert node.memory.state == 4 * all_ranks.memory.state
+    assert part.batch == whole.batch
+    assert part.mesh.size("dp_replicate") == 4
+    sums = estimate(Candidate(dp=8, zero=3, microbatches=8), layers(8, layer=layer), machine, mixed).data
+    assert node.data > sums  # shards are summed over replicas, too
+
+
+def test_larger_buckets_take_less_time_and_more_memory() -> None:
+    small, large = (
+        estimate(Candidate(dp=16, zero=1, microbatches=2, bucket=b), layers(8, layer=WEIGHTY), HARDWARE, NUMBERS)
+        for b in (25 * 2**20, 400 * 2**20)
+    )
+    assert large.data < small.data
+    assert large.memory.transient == small.memory.transient + 2 * 375 * 2**20
+
+
+def test_what_computes_beside_a_gather_takes_longer() -> None:
+    """By the hardware's contention, hidden as the gather is."""
+    layer = dataclasses.replace(LAYER, weights=1e6, largest=1e6)
+    slow = Hardware.of({"contention": {"product": 1.5}})
+    candidate = Candidate(dp=8, zero=3, microbatches=4)
+    alone, beside = (estimate(candidate, layers(8, layer=layer), h, NUMBERS) for h in (HARDWARE, slow))
+    assert beside.gathered > 3 * alone.gathered > 0
 
 
 def test_stages_are_balanced_with_embedding_and_head() -> None:

@@ -173,8 +173,8 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.planner": """
             __init__ annotations autoplan axis_roles call_costs candidate candidates compiled_cost inner
-            inner_placement layer_costs layers min_sum numbers placement_program ranking reasons reduced_model search
-            small_program step_costs strategies
+            inner_placement layer_costs layers min_sum network numbers placement_program ranking reasons reduced_model
+            search small_program space stages step_costs strategies
         """,
         "shardc.symbolic": "__init__ derive expression formulas instances layers measure samples template",
     },

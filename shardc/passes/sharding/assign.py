@@ -6,9 +6,10 @@ types say what each op produces, pending sums included; constants are computed r
 One topological walk. For each axis the candidates are the pieces that some operand or result wishes to
 have split; the earliest priority wins, then the least communication for the operands as they are now.
 A view, and a cast that narrows a stored parameter, follow the layout that their input really has; what reads
-rows in the order of their experts follows their grouping, as they are never resharded. An op that is linear in
-operands which are all pending sums over the axis is left to run on them: `settle_partials` decides whether to
-resolve first, and then the op takes the piece kept in `info.fallback`.
+rows in the order of their experts follows their grouping, as they are never resharded. That is whole over an axis that
+divides each expert, where it is less to gather tokens than experts. An op that is linear in operands which are all
+pending sums over the axis is left to run on them: `settle_partials` decides whether to resolve first, and then the op
+takes the piece kept in `info.fallback`.
 Ops on a parameter that is copied over an axis are not split over it, whatever their operands wish.
 """
 
@@ -38,6 +39,7 @@ from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
 
 _NEVER = 99
+WAITED = 2
 Dispatch = Literal["auto", "all_to_all", "all_gather"]
 
 
@@ -139,6 +141,8 @@ class _Walk:
                 candidates = dict.fromkeys((p for p in projection.results[1] if p not in projection.operands[0]), 0)
             if axis in exchanged:
                 candidates = {p: rank for p, rank in candidates.items() if p in projection.operands[0]}
+            elif node.target is GROUP_ROWS and self._gathers_weights(node, axis, exchanged):
+                candidates = {}
             if not candidates:
                 if axis in self.waits.get(node, ()):
                     summed = [dict(self.now[v].partial).get(axis) == "sum" for v in sources]
@@ -256,6 +260,20 @@ class _Walk:
         """The weights of the experts that rows are grouped for lie over the axis: rows come to them."""
         weights = [self.wish[operands(product)[1]] for product in _products(grouping)]
         return any(axis in atom.axes for type in weights for atom in type.dims[0])
+
+    def _gathers_weights(self, grouping: fx.Node, axis: str, exchanged: Axes) -> bool:
+        """Each expert is divided over the axis, and it would take more to gather experts than tokens, and to send rows
+        from all ranks of the axis: as between layers whose sequence is sharded over it. Gathers of weights are hidden
+        behind other work, those of tokens are waited for: so these count `WAITED` times."""
+        mesh, weights = self.graph.mesh, [self.wish[operands(product)[1]] for product in _products(grouping)]
+        inside = [t for t in weights if any(axis in atom.axes for dim in t.dims[1:] for atom in dim)]
+        if not inside:
+            return False
+        sent = sum(t.local_bytes(mesh) for t in inside) * (self.sizes[axis] - 1)
+        tokens = math.prod(self.sizes[a] for a in {axis, *self.wish[operands(grouping)[0]].axes})
+        rows = bytes_of_forms(grouping, tokens, (axis,), mesh)[1]
+        rows += bytes_of_forms(grouping, tokens, exchanged, mesh)[0] * (self.sizes[axis] - 1) if exchanged else 0
+        return WAITED * rows <= sent
 
     def _candidates(
         self, sources: list[fx.Node], outs: list[fx.Node | None], projection: Projection, axis: str

@@ -1,0 +1,74 @@
+"""The layers of a model in stages of a pipeline: contiguous, the longest as short as can be."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from shardc.planner.layer_costs import LayerCosts, Part
+from shardc.planner.network import Identity
+
+HALVINGS = 40
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The parts of one stage summed."""
+
+    part: Part
+    layers: int
+
+    @property
+    def work(self) -> float:
+        return self.part.forward + self.part.backward
+
+
+def split(costs: LayerCosts, count: int) -> tuple[Stage, ...]:
+    """The layers in contiguous stages whose longest is as short as can be, none of them empty."""
+    return _split(Identity(costs), count)
+
+
+@lru_cache(maxsize=4096)
+def _split(key: Identity, count: int) -> tuple[Stage, ...]:
+    costs = key.value
+    assert isinstance(costs, LayerCosts)
+    numbers = [n for _, n in costs.runs]
+    if count == 1:
+        return (Stage(costs.total(), sum(numbers)),)
+    work = [part.forward + part.backward for part, n in costs.runs for _ in range(n)]
+    sums = [0.0, *accumulate(work)]
+    before, after = (part.forward + part.backward for part in (costs.entry, costs.exit))
+    low, high = max(work), sums[-1] + before + after
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _ends(sums, before, after, count, middle) else (middle, high)
+    ends = _ends(sums, before, after, count, high)
+    assert ends is not None, "stages of all the work there is hold it"
+    starts = [0, *ends[:-1]]
+    stages: list[Stage] = []
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        part, first = costs.entry if number == 0 else Part(), 0
+        for layer, n in costs.runs:
+            here = min(end, first + n) - max(start, first)
+            part, first = part.plus(layer.times(here)) if here > 0 else part, first + n
+        stages.append(Stage(part.plus(costs.exit) if number == count - 1 else part, end - start))
+    return tuple(stages)
+
+
+def _ends(sums: Sequence[float], before: float, after: float, count: int, limit: float) -> list[int] | None:
+    """Where stages of no more than the limit end, filled from the first on, each with a layer; None if they hold less
+    than all. `sums` are those of the work of so many layers."""
+    layers, position, ends = len(sums) - 1, 0, list[int]()
+    for number in range(count):
+        left = count - number - 1
+        room = limit + sums[position] - (before if number == 0 else 0.0) - (after if left == 0 else 0.0)
+        most = layers - left
+        end = min(most, max(position + 1, bisect_right(sums, room) - 1))
+        if left == 0 and end < layers:
+            return None
+        position = end
+        ends.append(end)
+    return ends
