@@ -260,14 +260,12 @@ class Ranks:
     def _input_lives(self, body: Body, owned: Mapping[Block, str], inputs: Blocks) -> list[tuple[Life, Category]]:
         """Inputs that only the run holds: each lives to its last use, or to the end if an output lies in it."""
         lives: list[tuple[Life, Category]] = []
-        for block, released in owned.items():
+        for block in owned:
             homes = [storage for name, storage in body.inputs.items() if inputs.get(name) is block]
             leaves = any(home in body.returned for home in homes)
             end = body.account.moments  # also of what nothing reads: no call lets go of it
             dies = end if leaves else max((body.last.get(home, end) for home in homes), default=end)
-            # A part that reads it in its instruction alone, and not in its graph, has no value for it.
-            value = homes[0].value if homes else self._named.get(released) or next(iter(self._named.values()))
-            storage = Storage(value, block.value.bytes)
+            storage = Storage(homes[0].value, block.value.bytes)
             lives.append((Life(storage, 0, dies, "bwd", "bwd", False, False), block.value.category))
         return lives
 
