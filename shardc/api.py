@@ -51,7 +51,7 @@ from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import info
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
-from shardc.ir.microbatch import SCALE
+from shardc.ir.microbatch import SCALE, fewest_microbatches
 from shardc.ir.ops.streams import step_key
 from shardc.page.content import PassRecorder, content
 from shardc.page.render import frame, render
@@ -81,7 +81,7 @@ from shardc.schedule.replay import replay
 from shardc.schedule.timeline import Timeline, checked_costs
 from shardc.symbolic.derive import formulas_of
 from shardc.symbolic.formulas import Formulas
-from shardc.symbolic.instances import Instances
+from shardc.symbolic.instances import Instance, Instances
 from shardc.symbolic.samples import Samples
 
 if TYPE_CHECKING:  # the trainer brings torch.distributed.checkpoint: as long to import as all else
@@ -221,6 +221,9 @@ class Program(data.Program):
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
     request: Request | None = field(default=None, compare=False, repr=False)  # the arguments that it was compiled with
     _instances: list[Instances] = field(default_factory=list[Instances], compare=False, repr=False)  # once asked for
+    _steps: dict[bool, Instances] = field(
+        default_factory=dict[bool, Instances], compare=False, repr=False
+    )  # by updates
 
     def __repr__(self) -> str:
         what = "an evaluation" if self.body.is_forward_only else "a step"
@@ -329,11 +332,26 @@ class Program(data.Program):
         if isinstance(found, Diagnostic):
             other = _program(request)
             return replace(other, diagnostics=(replace(found, severity="note"), *other.diagnostics))
-        call = Call(request.model, batch, request.loss)
-        written = self.plan.get("batch", {}).get("written", ())
-        plan: data.PlanRecord = {**self.plan, "batch": describe_sample(batch, call.paths, written)}
+        return self._with(found, request)
+
+    def _with(self, instance: Instance, request: Request) -> Program:
+        """This program with the graphs of an instance, as `request` compiles it."""
+        call = Call(request.model, request.batch, request.loss)
+        record = instance.sample.record
+        written = record.get("batch", {}).get("written", ())
+        plan: data.PlanRecord = {**record, "batch": describe_sample(request.batch, call.paths, written)}
+        plan.pop("traffic", None)  # of the sample's size
         return replace(
-            self, body=found.body, reference=found.reference, plan=plan, sample=batch, request=request, _instances=[]
+            self,
+            body=instance.body,
+            reference=instance.reference,
+            constants={**self.constants, **instance.sample.traced.constants},
+            plan=plan,
+            sample=request.batch,
+            optimizer=request.optimizer,
+            request=request,
+            _instances=[],
+            _steps={},
         )
 
     def _other_size(self, batch: Any) -> Program | None:
@@ -699,12 +717,36 @@ class Program(data.Program):
             raise error("SC547", message, hint="give batches of the shape that it was compiled for, or compile here")
         rows = rows_of(self.request.batch) // self.body.microbatches
         optimizer = self.request.optimizer if updates else None
-        about = {"batch": batch, "like": self.staged, "rows": rows, "watch": None}
+        about = {"like": self.staged, "rows": rows, "watch": None}
         if (parts := data_parts_of(self.plan, self.body)) is not None:
             about["data_parts"] = parts.count
-        other = _program(replace(self.request, optimizer=optimizer, updates=updates, **about))
+        request = replace(self.request, optimizer=optimizer, updates=updates, **about)
+        other = self._resized_step(request, batch) or _program(replace(request, batch=batch))
         refuse_other_state(other.staged, self.staged)
         return other
+
+    def _resized_step(self, request: Request, batch: Any) -> Program | None:
+        """The program that a request compiles, made for a batch whose symbols have other sizes; None where it is to be
+        compiled, which a warning says."""
+        if self.pipelined is not None or "symbols:" not in self.plan.get("text", ""):
+            return None
+        if request.updates not in self._steps:
+            self._steps[request.updates] = Instances.of(request)
+        instances = self._steps[request.updates]
+        count = instances.samples.plan.microbatches
+        if (
+            count > 1
+            and fewest_microbatches(rows_of(batch) // request.data_parts, request.rows // request.data_parts) != count
+        ):
+            return None  # whose microbatches are fewer
+        try:
+            found = instances.at(batch)
+        except ShardcError:
+            return None  # dims of one extent that differ
+        if isinstance(found, Diagnostic):
+            warn(f"a step is compiled for a batch of another shape: {found}")
+            return None
+        return self._with(found, replace(request, batch=batch))
 
     def refuse_changed_model(self) -> None:
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""

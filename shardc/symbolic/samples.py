@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from shardc.compiler.binding import collect_plan, read_mesh
-from shardc.compiler.request import Compiled, Request, compiled
+from shardc.compiler.request import Compiled, Request, compiled, rows_of, split_inputs
 from shardc.frontend.sample_call import Call
-from shardc.frontend.size_guards import SizeGuards, size_guards
+from shardc.frontend.size_guards import Forward, SizeGuards
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import Axes
 from shardc.plan.schema import Plan
+from shardc.runtime.execute.microbatches import split
 from shardc.symbolic.expression import Expression, Point
 
 Dims = tuple[tuple[str, int], ...]
@@ -65,10 +66,37 @@ class Samples:
         return dict.fromkeys(self.extents, self.plan.microbatches * math.prod(self.axes.values()))
 
     @cached_property
+    def parts(self) -> dict[str, int]:
+        """Into how many microbatches an extent is divided. Raises ShardcError (SC232) for one that is rows of some
+        inputs, and no rows of others."""
+        divided = split_inputs(self.call) if self.plan.microbatches > 1 else []
+        parts: dict[str, int] = {}
+        for name, dims in self.extents.items():
+            kinds = {dim == 0 and path in divided for path, dim in dims}
+            if len(kinds) > 1:
+                said = ", ".join(f"{path}.{dim}" for path, dim in dims)
+                message = f"microbatches divide some of the dims of '{name}' alone: {said}"
+                raise self.plan.symbols.located(name, message, "give each a name of its own")
+            parts[name] = self.plan.microbatches if True in kinds else 1
+        return parts
+
+    @cached_property
+    def forward(self) -> Forward:
+        """Forward as a step calls it: on a microbatch."""
+        part = split(self.request.batch, self.plan.microbatches)[0]
+        call = Call(self.request.model, part, self.request.loss)
+        return Forward(self.request.model, call, self.request.loss, self.extents)
+
+    @cached_property
     def guards(self) -> SizeGuards:
-        """What forward asks of the extents, answered for the program's own."""
-        own = self.sizes_of(self.call)
-        return size_guards(self.request.model, self.call, self.request.loss, self.extents, own)
+        """What forward asks of the extents, answered for the program's own; of an extent below 2, which torch takes for
+        a number, for the next."""
+        own = self.of_a_part(self.sizes_of(self.call))
+        return self.forward.guards({name: max(size, 2) for name, size in own.items()}, self.parts)
+
+    def of_a_part(self, sizes: Point) -> dict[str, int]:
+        """The extents of a microbatch."""
+        return {name: sizes[name] // parts for name, parts in self.parts.items()}
 
     def ranges(self, asked: Mapping[str, tuple[int, int]] | None = None) -> dict[str, tuple[int, int]]:
         """From where to where each extent is tried: as asked, or far around its own size, as guards allow. Raises
@@ -140,7 +168,10 @@ class Samples:
         """The program compiled for the sizes of a point. Raises what `compile` raises."""
         key = tuple(sorted(point.items()))
         if key not in self.known:
-            request = replace(self.request, batch=self.batch(point), mesh=self.mesh_at(point))
+            batch = self.batch(point)
+            request = replace(self.request, batch=batch, mesh=self.mesh_at(point))
+            if request.like is not None:  # with as many microbatches as it has
+                request = replace(request, rows=rows_of(batch) // self.plan.microbatches)
             self.known[key] = compiled(request)
         return self.known[key]
 
