@@ -83,6 +83,7 @@ from shardc.symbolic.derive import formulas_of
 from shardc.symbolic.formulas import Formulas
 from shardc.symbolic.instances import Instance, Instances
 from shardc.symbolic.samples import Samples
+from shardc.symbolic.stages import StageFormulas, stage_formulas
 
 if TYPE_CHECKING:  # the trainer brings torch.distributed.checkpoint: as long to import as all else
     from shardc.runtime.checkpoint.weights import Init, Weights
@@ -319,8 +320,9 @@ class Program(data.Program):
     def resized(self, batch: Any) -> Program:
         """The program for a batch with other sizes of the plan's `symbols`.
 
-        It is this one with other numbers, equal to what `compile` makes of that batch: nothing is traced or propagated
-        but, the first time, for five sizes that tell how each number depends on them. Where a line of the model, an
+        It is this one with other numbers. The first time, five sizes are compiled, which tell how each number depends
+        on them; then forward alone is run, on tensors without data, to see that it makes the same calls. Results are
+        those of `compile`, up to the order of sums where its choices go by size. Where a line of the model, an
         uneven shard or a size below 2 stands against that, it is compiled, and its first diagnostic (SC232) says why.
         """
         if self.request is None or self.pipelined is not None:
@@ -370,12 +372,24 @@ class Program(data.Program):
         """Formulas of what a step costs a rank, in the plan's `symbols`, mesh axes and the number of equal layers.
 
         The model is compiled at some ten sizes within `ranges`, by default up to 16 times the sample's. Raises
-        ShardcError (SC232) with the line of the model that fixes an extent; of a program from a file always.
+        ShardcError (SC232) with the line of the model that fixes an extent; of a program from a file always, and of one
+        with a pipeline, whose formulas are `stage_formulas`.
         """
         if self.request is None:
             hint = "compile the program anew: its model is compiled at other sizes"
             raise error("SC232", "a program from a file has no formulas", hint=hint)
+        if self.pipelined is not None:
+            hint = "ask for those of its stages: program.stage_formulas(), or shardc cost --symbolic"
+            raise error("SC232", "a pipeline has no formulas of one rank", hint=hint)
         return formulas_of(self.request, self.body, ranges)
+
+    def stage_formulas(self, ranges: Mapping[str, tuple[int, int]] | None = None) -> StageFormulas:
+        """Formulas of what the ranks of a pipeline's stages compute, send and hold, in the plan's `symbols` and the
+        number `M` of microbatches, which is that of stages or more. Raises what `symbolic` does."""
+        if self.request is None or self.pipelined is None:
+            what = "a program from a file" if self.request is None else "a program without a pipeline"
+            raise error("SC232", f"{what} has no formulas of stages", hint="program.symbolic() gives those of one rank")
+        return stage_formulas(self.request, ranges)
 
     def parameter_bytes(self) -> data.ParameterBytes:
         """Memory for parameters: what one rank stores, padding included (with a pipeline, at most), and the model's."""

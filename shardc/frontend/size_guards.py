@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc import torch_compat
+from shardc.frontend.evaluation_mode import evaluating
 from shardc.frontend.experts_form import grouped
 from shardc.frontend.library_experts import library_experts
 from shardc.frontend.library_masks import masks_as_eager, packed_as_eager
@@ -95,6 +96,7 @@ class Forward:
     call: Call
     loss: Callable[[Any, Any], Tensor] | None
     extents: Dims
+    evaluates: bool = False  # as `model.eval()` makes the model
 
     def guards(self, sizes: Mapping[str, int], parts: Mapping[str, int]) -> SizeGuards:
         """What it asks of extents that have these sizes, each of them one of the parts of an extent of the plan's."""
@@ -113,7 +115,7 @@ class Forward:
 
     def _run(self, sizes: Mapping[str, Any], recording: Any) -> str | None:
         """Run it; the error that came, if one did."""
-        with _as_traced(self.model), recording:
+        with evaluating(self.model, on=self.evaluates), _as_traced(self.model), recording:
             own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
             state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in own.items()}
             tensors = [self._fake(name, t, sizes) for name, t in zip(self.call.names, self.call.tensors, strict=True)]

@@ -175,7 +175,7 @@ FLOORS: list[dict[str, str]] = [
             inner_placement layer_costs layers min_sum numbers placement_program ranking reasons reduced_model search
             small_program step_costs strategies
         """,
-        "shardc.symbolic": "__init__ calls derive expression formulas instances layers measure samples template",
+        "shardc.symbolic": "__init__ calls derive expression formulas instances layers measure samples stages template",
     },
     {
         "shardc.explain": """

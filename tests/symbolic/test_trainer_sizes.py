@@ -58,7 +58,7 @@ def same_state(one: Trainer, other: Trainer) -> None:
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The batches that steps are compiled for, by the trainer."""
     every: list[Any] = []
-    of_request = api._program
+    of_request = api._program  # pyright: ignore[reportPrivateUsage]
 
     def noted(request: Any) -> Any:
         every.append(tuple(request.batch["x"].shape[:2]))
