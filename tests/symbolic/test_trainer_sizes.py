@@ -50,8 +50,9 @@ def steps(of: Trainer, sizes: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def same_state(one: Trainer, other: Trainer) -> None:
-    """Up to the order of sums: with one row a rank, compiling may choose other collectives."""
-    torch.testing.assert_close(one.state, other.state, rtol=1e-12, atol=1e-14)
+    """Up to the order of sums: with one row a rank, compiling may choose other collectives. Adam divides the gradient
+    of a key's bias, which is 0 but for rounding, by its size."""
+    torch.testing.assert_close(one.state, other.state, rtol=1e-12, atol=1e-11)
 
 
 @pytest.fixture
