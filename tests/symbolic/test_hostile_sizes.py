@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardc
-from shardc import Plan
+from shardc import Plan, ShardcError
 from tests.symbolic.test_instances import fixed
 
 WIDTH = 4
@@ -211,6 +211,14 @@ def test_as_eager(body: Body, said: str, layout: str) -> None:
         assert any(said in why and placed in why for why in reasons), reasons
     elif layout == "dp":
         assert not any(reasons[:2]), reasons  # one row, or rows that do not divide, may be compiled
+
+
+def test_no_formulas_where_numbers_go_another_way() -> None:
+    """At the sizes that are compiled, which are even, they would all fit."""
+    plan = Plan.of(**LAYOUTS["dp"], symbols={"B": "x.0", "S": "x.1"})
+    program = shardc.compile(Net(told_apart).double(), batch(8, 16), plan=plan)
+    with pytest.raises(ShardcError, match="takes another way for B=9, S=17"):
+        program.symbolic()
 
 
 def batch(rows: int, length: int) -> dict[str, Tensor]:
