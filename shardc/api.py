@@ -45,7 +45,7 @@ from shardc.ir.files import write_text
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import info
 from shardc.ir.mesh import Mesh
-from shardc.ir.microbatch import SCALE
+from shardc.ir.microbatch import SCALE, fewest_microbatches
 from shardc.ir.ops.streams import step_key
 from shardc.page.content import PassRecorder, content
 from shardc.page.render import frame, render
@@ -71,8 +71,9 @@ from shardc.schedule.replay import replay
 from shardc.schedule.timeline import Timeline, checked_costs
 from shardc.symbolic.derive import formulas_of
 from shardc.symbolic.formulas import Formulas
-from shardc.symbolic.instances import Instances
+from shardc.symbolic.instances import Instance, Instances
 from shardc.symbolic.samples import Samples
+from shardc.symbolic.stages import StageFormulas, stage_formulas
 
 if TYPE_CHECKING:  # the trainer brings torch.distributed.checkpoint: as long to import as all else
     from shardc.runtime.checkpoint.weights import Init, Weights
@@ -211,6 +212,9 @@ class Program(PredictedProgram):
     compiled: CompiledModel | None = field(default=None, compare=False, repr=False)
     request: Request | None = field(default=None, compare=False, repr=False)  # the arguments that it was compiled with
     _instances: list[Instances] = field(default_factory=list[Instances], compare=False, repr=False)  # once asked for
+    _steps: dict[bool, Instances] = field(
+        default_factory=dict[bool, Instances], compare=False, repr=False
+    )  # by updates
 
     def __repr__(self) -> str:
         what = "an evaluation" if self.body.is_forward_only else "a step"
@@ -279,8 +283,9 @@ class Program(PredictedProgram):
     def resized(self, batch: Any) -> Program:
         """The program for a batch with other sizes of the plan's `symbols`.
 
-        It is this one with other numbers, equal to what `compile` makes of that batch: nothing is traced or propagated
-        but, the first time, for five sizes that tell how each number depends on them. Where a line of the model, an
+        It is this one with other numbers. The first time, five sizes are compiled, which tell how each number depends
+        on them; then forward alone is run, on tensors without data, to see that it makes the same calls. Results are
+        those of `compile`, up to the order of sums where its choices go by size. Where a line of the model, an
         uneven shard or a size below 2 stands against that, it is compiled, and its first diagnostic (SC232) says why.
         """
         if self.request is None or self.pipelined is not None:
@@ -292,11 +297,26 @@ class Program(PredictedProgram):
         if isinstance(found, Diagnostic):
             other = _program(request)
             return replace(other, diagnostics=(replace(found, severity="note"), *other.diagnostics))
-        call = Call(request.model, batch, request.loss)
-        written = self.plan.get("batch", {}).get("written", ())
-        plan: data.PlanRecord = {**self.plan, "batch": describe_sample(batch, call.paths, written)}
+        return self._with(found, request)
+
+    def _with(self, instance: Instance, request: Request) -> Program:
+        """This program with the graphs of an instance, as `request` compiles it."""
+        call = Call(request.model, request.batch, request.loss)
+        record = instance.sample.record
+        written = record.get("batch", {}).get("written", ())
+        plan: data.PlanRecord = {**record, "batch": describe_sample(request.batch, call.paths, written)}
+        plan.pop("traffic", None)  # of the sample's size
         return replace(
-            self, body=found.body, reference=found.reference, plan=plan, sample=batch, request=request, _instances=[]
+            self,
+            body=instance.body,
+            reference=instance.reference,
+            constants={**self.constants, **instance.sample.traced.constants},
+            plan=plan,
+            sample=request.batch,
+            optimizer=request.optimizer,
+            request=request,
+            _instances=[],
+            _steps={},
         )
 
     def _other_size(self, batch: Any) -> Program | None:
@@ -315,12 +335,24 @@ class Program(PredictedProgram):
         """Formulas of what a step costs a rank, in the plan's `symbols`, mesh axes and the number of equal layers.
 
         The model is compiled at some ten sizes within `ranges`, by default up to 16 times the sample's. Raises
-        ShardcError (SC232) with the line of the model that fixes an extent; of a program from a file always.
+        ShardcError (SC232) with the line of the model that fixes an extent; of a program from a file always, and of one
+        with a pipeline, whose formulas are `stage_formulas`.
         """
         if self.request is None:
             hint = "compile the program anew: its model is compiled at other sizes"
             raise error("SC232", "a program from a file has no formulas", hint=hint)
+        if self.pipelined is not None:
+            hint = "ask for those of its stages: program.stage_formulas(), or shardc cost --symbolic"
+            raise error("SC232", "a pipeline has no formulas of one rank", hint=hint)
         return formulas_of(self.request, self.body, ranges)
+
+    def stage_formulas(self, ranges: Mapping[str, tuple[int, int]] | None = None) -> StageFormulas:
+        """Formulas of what the ranks of a pipeline's stages compute, send and hold, in the plan's `symbols` and the
+        number `M` of microbatches, which is that of stages or more. Raises what `symbolic` does."""
+        if self.request is None or self.pipelined is None:
+            what = "a program from a file" if self.request is None else "a program without a pipeline"
+            raise error("SC232", f"{what} has no formulas of stages", hint="program.symbolic() gives those of one rank")
+        return stage_formulas(self.request, ranges)
 
     def parameter_bytes(self) -> data.ParameterBytes:
         """Memory for parameters: what one rank stores, padding included (with a pipeline, at most), and the model's."""
@@ -573,12 +605,36 @@ class Program(PredictedProgram):
             raise error("SC547", message, hint="give batches of the shape that it was compiled for, or compile here")
         rows = rows_of(self.request.batch) // self.body.microbatches
         optimizer = self.request.optimizer if updates else None
-        about = {"batch": batch, "like": self.staged, "rows": rows, "watch": None}
+        about = {"like": self.staged, "rows": rows, "watch": None}
         if (parts := data_parts_of(self.plan, self.body)) is not None:
             about["data_parts"] = parts.count
-        other = _program(replace(self.request, optimizer=optimizer, updates=updates, **about))
+        request = replace(self.request, optimizer=optimizer, updates=updates, **about)
+        other = self._resized_step(request, batch) or _program(replace(request, batch=batch))
         refuse_other_state(other.staged, self.staged)
         return other
+
+    def _resized_step(self, request: Request, batch: Any) -> Program | None:
+        """The program that a request compiles, made for a batch whose symbols have other sizes; None where it is to be
+        compiled, which a warning says."""
+        if self.pipelined is not None or "symbols:" not in self.plan.get("text", ""):
+            return None
+        if request.updates not in self._steps:
+            self._steps[request.updates] = Instances.of(request)
+        instances = self._steps[request.updates]
+        count = instances.samples.plan.microbatches
+        if (
+            count > 1
+            and fewest_microbatches(rows_of(batch) // request.data_parts, request.rows // request.data_parts) != count
+        ):
+            return None  # whose microbatches are fewer
+        try:
+            found = instances.at(batch)
+        except ShardcError:
+            return None  # dims of one extent that differ
+        if isinstance(found, Diagnostic):
+            warn(f"a step is compiled for a batch of another shape: {found}")
+            return None
+        return self._with(found, replace(request, batch=batch))
 
     def refuse_changed_model(self) -> None:
         """Raise ShardcError (SC124) where the model's modes, numbers, or what is trained, are not as compiled."""

@@ -41,7 +41,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -1100,6 +1100,34 @@ class SizeRecorder:
     @property
     def guards(self) -> list[tuple[Any, list[tuple[str, int]]]]:
         return [(expression.xreplace(self._own), frames) for expression, frames in self._guards]
+
+
+class CallLog:
+    """The calls of ATen that code makes on fake tensors, each with the frames outside of torch and shardc that led to
+    it, innermost first: the op, and its arguments, of tensors their number in order of appearance, dtype and shape."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Any], list[tuple[str, int]]]] = []
+        self._seen: dict[int, tuple[int, Tensor]] = {}
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        log = self
+
+        class Logging(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                plain = [str(func), *(log._described(leaf) for leaf in pytree.tree_leaves((args, kwargs)))]
+                log.calls.append((plain, _frames_outside()))
+                return func(*args, **(kwargs or {}))
+
+        with FakeTensorMode(allow_non_fake_inputs=True), enable_python_dispatcher(), Logging():
+            yield
+
+    def _described(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            number, _ = self._seen.setdefault(id(leaf), (len(self._seen), leaf))
+            return [number, str(leaf.dtype), list(leaf.shape)]
+        return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else str(leaf)
 
 
 def _pieces(expression: Any, sizes: Mapping[Any, int]) -> list[Any]:

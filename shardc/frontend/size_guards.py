@@ -6,19 +6,23 @@
 
 torch evaluates each question for the sample and notes it as a guard: forward takes the same way for every size that
 answers alike. Forward and the loss alone are run; autograd's backward asks nothing that they have not.
+
+Code may also tell a symbol from a number, `isinstance(n, int)`, and go another way than with numbers: no guard says so.
+So `forward_calls` runs forward with whole numbers, and lists the calls of ATen that it makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardc import torch_compat
+from shardc.frontend.evaluation_mode import evaluating
 from shardc.frontend.experts_form import grouped
 from shardc.frontend.library_experts import library_experts
 from shardc.frontend.library_masks import masks_as_eager, packed_as_eager
@@ -27,24 +31,36 @@ from shardc.frontend.provenance import place
 from shardc.frontend.sample_call import Call
 from shardc.ir.diagnostic import Diagnostic
 
+Dims = Mapping[str, tuple[tuple[str, int], ...]]
+
 
 @dataclass(frozen=True)
 class SizeGuard:
-    """A condition on extents, in their names, and the line of the model that asked."""
+    """A condition on extents, in their names, and the line of the model that asked. Of extents that are divided into
+    `parts`, microbatches, it is one on a part."""
 
     expression: Any  # of sympy
     location: str
     source_text: str
+    parts: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        values = {symbol: sizes[str(symbol)] for symbol in self.expression.free_symbols}
+        values = {symbol: self._part(sizes, symbol) for symbol in self.expression.free_symbols}
         return bool(self.expression.subs(values) == True)  # noqa: E712 (sympy's own truth)
 
+    def _part(self, sizes: Mapping[str, int], symbol: Any) -> int:
+        return sizes[str(symbol)] // self.parts.get(str(symbol), 1)
+
+    def __str__(self) -> str:
+        divided = [str(s) for s in self.expression.free_symbols if self.parts.get(str(s), 1) > 1]
+        return f"{self.expression}" + (f" ({', '.join(sorted(divided))} of a microbatch)" if divided else "")
+
     def diagnostic(self, sizes: Mapping[str, int]) -> Diagnostic:
-        said = ", ".join(f"{symbol}={sizes[str(symbol)]}" for symbol in sorted(self.expression.free_symbols, key=str))
+        symbols = sorted(self.expression.free_symbols, key=str)
+        said = ", ".join(f"{symbol}={self._part(sizes, symbol)}" for symbol in symbols)
         return Diagnostic(
             "SC232",
-            f"the program holds for {self.expression}, and {said}",
+            f"the program holds for {self}, and {said}",
             location=self.location or None,
             source_text=self.source_text or None,
             hint="it is compiled anew for other sizes",
@@ -63,25 +79,68 @@ class SizeGuards:
         return next((guard for guard in self.guards if not guard.holds(sizes)), None)
 
 
-def size_guards(
-    model: nn.Module,
-    call: Call,
-    loss: Callable[[Any, Any], Tensor] | None,
-    extents: Mapping[str, tuple[tuple[str, int], ...]],
-    sizes: Mapping[str, int],
-) -> SizeGuards:
-    """The guards of forward and loss on the extents of a batch, which has these sizes of them."""
-    recorder = torch_compat.SizeRecorder()
-    symbols = {name: recorder.symbol(name, sizes[name]) for name in extents}
+@dataclass(frozen=True)
+class ForwardCall:
+    """A call of ATen in forward: the op, and its arguments, of tensors their dtypes and shapes; and its line."""
 
-    def fake(name: str, t: Tensor) -> Tensor:
+    plain: list[Any]
+    location: str
+    source_text: str
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Forward and loss of a model, on batches that are like one but for the sizes of extents."""
+
+    model: nn.Module
+    call: Call
+    loss: Callable[[Any, Any], Tensor] | None
+    extents: Dims
+    evaluates: bool = False  # as `model.eval()` makes the model
+
+    def guards(self, sizes: Mapping[str, int], parts: Mapping[str, int]) -> SizeGuards:
+        """What it asks of extents that have these sizes, each of them one of the parts of an extent of the plan's."""
+        recorder = torch_compat.SizeRecorder()
+        symbols = {name: recorder.symbol(name, sizes[name]) for name in self.extents}
+        if (why := self._run(symbols, recorder.active())) is not None:
+            return SizeGuards(failed=why)
+        return SizeGuards(tuple(SizeGuard(g, *_line(frames), parts) for g, frames in recorder.guards))
+
+    def calls(self, sizes: Mapping[str, int]) -> list[ForwardCall] | None:
+        """The calls that it makes with these sizes; None where it cannot be run."""
+        log = torch_compat.CallLog()
+        if self._run(sizes, log.active()) is not None:
+            return None
+        return [ForwardCall(plain, *_line(frames)) for plain, frames in log.calls]
+
+    def _run(self, sizes: Mapping[str, Any], recording: Any) -> str | None:
+        """Run it; the error that came, if one did."""
+        with evaluating(self.model, on=self.evaluates), _as_traced(self.model), recording:
+            own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+            state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in own.items()}
+            tensors = [self._fake(name, t, sizes) for name, t in zip(self.call.names, self.call.tensors, strict=True)]
+            batch = self.call.batch(tuple(tensors))
+            args, kwargs = self.call.arguments(batch)
+            try:
+                output = torch.func.functional_call(self.model, state, args, kwargs)
+                if self.loss is not None:
+                    self.loss(output, batch)
+            except Exception as problem:  # whatever the model, or torch, cannot do so
+                return f"{type(problem).__name__}: {str(problem).splitlines()[0][:200]}"
+        return None
+
+    def _fake(self, name: str, t: Tensor, sizes: Mapping[str, Any]) -> Tensor:
         shape: list[Any] = list(t.shape)
-        for extent, dims in extents.items():
+        for extent, dims in self.extents.items():
             for path, dim in dims:
                 if path == name:
-                    shape[dim] = symbols[extent]
+                    shape[dim] = sizes[extent]
         return torch.empty(shape, dtype=t.dtype, device="cpu")
 
+
+@contextmanager
+def _as_traced(model: nn.Module) -> Generator[None]:
+    """What is put in the place of library code while a model is traced."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch_compat.hugging_face_patches(model))
@@ -90,20 +149,7 @@ def size_guards(
         stack.enter_context(library_experts(model))
         stack.enter_context(grouped(model))
         stack.enter_context(torch_compat.override_aten(overrides()))
-        stack.enter_context(recorder.active())
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in own.items()}
-        tensors = [fake(name, t) for name, t in zip(call.names, call.tensors, strict=True)]
-        batch = call.batch(tuple(tensors))
-        args, kwargs = call.arguments(batch)
-        try:
-            output = torch.func.functional_call(model, state, args, kwargs)
-            if loss is not None:
-                loss(output, batch)
-        except Exception as problem:  # whatever the model, or torch, cannot do with symbols
-            return SizeGuards(failed=f"{type(problem).__name__}: {str(problem).splitlines()[0][:200]}")
-    guards = [SizeGuard(g, *_line(frames)) for g, frames in recorder.guards]
-    return SizeGuards(tuple(guards))
+        yield
 
 
 def _line(frames: list[tuple[str, int]]) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from shardc.plan.values import FrozenValue, source_of
 
 NAME = re.compile(r"[A-Za-z]\w*")
 LAYERS = "L"  # the number of equal layers, in formulas
+MICROBATCHES = "M"  # in those of a pipeline
 Shapes = Mapping[str, Sequence[int]]  # of the batch's tensors, by name
 
 

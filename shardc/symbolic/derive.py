@@ -12,6 +12,7 @@ from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import Graph, Phase
 from shardc.ir.plain import graph_to_plain
 from shardc.ir.types import Axes
+from shardc.symbolic.calls import Calls
 from shardc.symbolic.expression import Expression, Fitter, Point
 from shardc.symbolic.formulas import Domain, Formulas, Transfer, Work
 from shardc.symbolic.layers import Layers, candidates, pruned
@@ -21,6 +22,7 @@ from shardc.symbolic.template import generalised
 
 Ranges = Mapping[str, tuple[int, int]]
 MESHES = 4  # beside the program's own
+CHECKED = 8  # sizes at which forward alone is run
 
 
 def formulas_of(request: Request, body: Graph, ranges: Ranges | None = None) -> Formulas:
@@ -38,6 +40,7 @@ def formulas_of(request: Request, body: Graph, ranges: Ranges | None = None) -> 
     first = seen[0]
     if any(other.frame != first.frame for other in seen):
         _refuse(samples, seen)
+    _refuse_other_calls(samples, points, tried)
     axes, more = _on_other_meshes(samples, first.frame, seen, tried)
     seen, own = [*seen, *more], _Seen(samples.base, *measured(body))
     if own.frame == first.frame:
@@ -74,6 +77,18 @@ def _refuse(samples: Samples, seen: Sequence[_Seen]) -> None:
     raise error(
         "SC232", message, location=source or None, hint="ask for a range of sizes: program.symbolic(ranges={...})"
     )
+
+
+def _refuse_other_calls(samples: Samples, points: Sequence[Point], ranges: Ranges) -> None:
+    """Raise ShardcError (SC232) where forward, run between the points too, makes other calls than at them: sizes that
+    all divide by something need not be like others."""
+    calls = Calls.of(samples, points)
+    for i in range(CHECKED):
+        places = {name: low + (high - low) * (2 * i + 1) // (2 * CHECKED) for name, (low, high) in ranges.items()}
+        point = {name: samples.parts[name] * (max(n, 2) // samples.parts[name] + i % 2) for name, n in places.items()}
+        small = min(samples.of_a_part(point).values()) < 2
+        if not small and samples.guards.broken(point) is None and (why := calls.other(samples, point)) is not None:
+            raise ShardcError(why)
 
 
 def _items(frame: Frame) -> list[Any]:
@@ -142,7 +157,7 @@ def _derived(samples: Samples, seen: Sequence[_Seen], axes: Mapping[str, tuple[i
         )
         assert moved is not None
         assert products is not None
-    memory, stored, memory_layers = (), None, 0
+    memory, stored, memory_layers, memory_from = (), None, 0, 0
     try:
         sizes = fitted("bytes", frame.held)
         arena = fitter.fitted([one.numbers.arena for one in seen])
@@ -154,11 +169,13 @@ def _derived(samples: Samples, seen: Sequence[_Seen], axes: Mapping[str, tuple[i
             memory_layers = layers.count
             found = candidates(frame, sizes, Layers(), arena)
             notes.append(f"memory is that of {layers.count} layers: with others, calls overlap otherwise")
+        elif found is not None and (memory_from := found.layers) > 2:
+            notes.append(f"memory is that of {memory_from} layers or more: with fewer, calls overlap otherwise")
         kept = layers.counted((h.layer, s) for h, s in zip(frame.held, sizes, strict=True) if h.born < 0)
         if found is None or arena is None or kept is None:
             notes.append(f"memory has no formula: the layers of {layers.name} do not hold the same")
         else:
-            memory, zero = tuple(found), fitter.constant(0)
+            memory, zero = tuple(found.candidates), fitter.constant(0)
             stored = (
                 sum((s.times(n) for s, (n, _) in kept.items()), zero),
                 sum((s.times(n) for s, (_, n) in kept.items()), zero),
@@ -187,7 +204,7 @@ def _derived(samples: Samples, seen: Sequence[_Seen], axes: Mapping[str, tuple[i
     ]
     phases: dict[Phase, None] = dict.fromkeys(p.phase for p in frame.products)
     work = [_work(phase, products, fitter.constant(0)) for phase in phases]
-    return Formulas(tuple(transfers), tuple(work), memory, stored, domain, memory_layers, tuple(notes))
+    return Formulas(tuple(transfers), tuple(work), memory, stored, domain, memory_layers, memory_from, tuple(notes))
 
 
 def _work(phase: Phase, products: Mapping[Any, tuple[int, int]], zero: Expression) -> Work:

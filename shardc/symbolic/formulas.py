@@ -153,7 +153,8 @@ class Formulas:
     memory: tuple[Candidate, ...]
     stored: tuple[Expression, Expression] | None
     domain: Domain
-    memory_layers: int = 0  # the number of layers that `memory` is for; 0: any
+    memory_layers: int = 0  # the number of layers that `memory` is for; 0: any from `memory_from` on
+    memory_from: int = 0
     notes: tuple[str, ...] = ()  # what has no formula, and why
 
     def at(self, point: Point | None = None, /, **sizes: int) -> Costs:
@@ -171,7 +172,7 @@ class Formulas:
             bytes_once = sent(t.kind, whole(t.payload, values), group)
             moved[key] = moved.get(key, 0) + (t.fixed + t.each * count) * bytes_once
         flops: dict[Phase, int] = {w.phase: whole(w.fixed + w.each.times(count), values) for w in self.work}
-        known = self.memory_layers in (0, count)
+        known = self.memory_layers in (0, count) and count >= self.memory_from
         held = [c for c in self.memory if known and count >= c.fewest]
         peak = max((whole(c.fixed + c.each.times(count), values) for c in held), default=None)
         stored = None if self.stored is None else whole(self.stored[0] + self.stored[1].times(count), values)

@@ -2,6 +2,7 @@
 
     template    reference and body, with an expression of the extents where compiles differ in a number (`template`)
     guards      what forward asks of sizes (`frontend.size_guards`): an instance is for sizes that answer alike
+    calls       those that forward makes of ATen: run with the sizes of an instance, it makes the template's
     instance    the template at one size, checked like a program that was read from a file; kept by size
 
 A size for which a guard does not hold, a shard would be uneven or a number not whole has no instance: the caller
@@ -23,6 +24,7 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, info
 from shardc.ir.plain import Plain, graph_from_plain, graph_to_plain
 from shardc.passes.type_check import type_faults
+from shardc.symbolic.calls import Calls
 from shardc.symbolic.expression import Fitter, Point
 from shardc.symbolic.samples import Samples
 from shardc.symbolic.template import expressions, filled, generalised, whole
@@ -32,6 +34,7 @@ from shardc.symbolic.template import expressions, filled, generalised, whole
 class Instance:
     reference: Graph
     body: Graph
+    sample: Compiled  # at another size: what of it is no size is this one's too
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Instances:
     samples: Samples
     reference: Plain
     body: Plain
+    calls: Calls
     sample: Compiled | None  # one of the compiles that they were taken from
     fixed: Diagnostic | None = None
     made: dict[tuple[tuple[str, int], ...], Instance] = field(default_factory=dict[Any, Instance])
@@ -48,13 +52,11 @@ class Instances:
     @classmethod
     def of(cls, request: Request) -> Instances:
         """Raises ShardcError (SC208) for symbols that the batch does not have."""
-        samples, nothing = Samples.of(request), Plain()
+        samples = Samples.of(request)
         guards = samples.guards
         if guards.failed:
             cause = f"forward cannot be run on sizes that are symbols: {guards.failed}"
-            return cls(
-                samples, nothing, nothing, None, Diagnostic("SC232", "each size is compiled for itself", cause=cause)
-            )
+            return cls.none(samples, Diagnostic("SC232", "each size is compiled for itself", cause=cause))
         try:
             points = [{**point, **samples.axes} for point in samples.points(samples.units, samples.ranges())]
             compiles = [samples.at(point) for point in points]
@@ -62,8 +64,17 @@ class Instances:
             reference = generalised([graph_to_plain(c.graphs.reference) for c in compiles], fitter)
             body = generalised([graph_to_plain(c.graphs.body) for c in compiles], fitter)
         except ShardcError as wrong:
-            return cls(samples, nothing, nothing, None, wrong.diagnostics[0])
-        return cls(samples, reference, body, compiles[0], _other_constants(compiles))
+            return cls.none(samples, wrong.diagnostics[0])
+        fixed = _other_constants(compiles)
+        try:
+            calls = Calls.of(samples, points)
+        except ShardcError as wrong:
+            calls, fixed = Calls([]), wrong.diagnostics[0]
+        return cls(samples, reference, body, calls, compiles[0], fixed)
+
+    @classmethod
+    def none(cls, samples: Samples, why: Diagnostic) -> Instances:
+        return cls(samples, Plain(), Plain(), Calls([]), None, why)
 
     def at(self, batch: Any) -> Instance | Diagnostic:
         """The instance for a batch; or what stands against one, with the line of the model that does."""
@@ -79,9 +90,12 @@ class Instances:
             instance = Instance(
                 filled_graph(self.reference, sizes, self.sample.graphs.reference),
                 filled_graph(self.body, sizes, self.sample.graphs.body),
+                self.sample,
             )
         except ValueError as wrong:
             return Diagnostic("SC232", f"no program has these sizes ({_said(sizes)}): {wrong}")
+        if (why := self.calls.other(self.samples, sizes)) is not None:
+            return why
         if faults := [*type_faults(instance.body), *type_faults(instance.reference)]:
             return faults[0].diagnostic("it is compiled for itself")
         if (name := _uneven(instance.body, self.sample.graphs.body)) is not None:
@@ -92,9 +106,12 @@ class Instances:
     def _against(self, sizes: Point) -> Diagnostic | None:
         if self.fixed is not None:
             return self.fixed
-        if small := [name for name, size in sizes.items() if size < 2]:
+        if odd := [name for name, count in self.samples.parts.items() if sizes[name] % count]:
+            return Diagnostic("SC232", f"{odd[0]}={sizes[odd[0]]} is not so many equal microbatches")
+        parts = self.samples.of_a_part(sizes)
+        if small := [name for name, size in parts.items() if size < 2]:
             return Diagnostic(
-                "SC232", f"{small[0]} is {sizes[small[0]]}", hint="sizes below 2 are compiled for themselves"
+                "SC232", f"{small[0]} is {parts[small[0]]}", hint="sizes below 2 are compiled for themselves"
             )
         guard = self.samples.guards.broken(sizes)
         return None if guard is None else guard.diagnostic(sizes)

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from shardc.ir.layers import list_and_index
 from shardc.symbolic.expression import Expression
@@ -75,7 +75,14 @@ class Candidate:
     fewest: int = 0
 
 
-def candidates(frame: Frame, sizes: Sequence[Expression], layers: Layers, arena: Expression) -> list[Candidate] | None:
+class Peaks(NamedTuple):
+    """What may be a rank's peak, of programs with so many layers or more."""
+
+    candidates: list[Candidate]
+    layers: int = 0
+
+
+def candidates(frame: Frame, sizes: Sequence[Expression], layers: Layers, arena: Expression) -> Peaks | None:
     """What may be a rank's peak: the memory at each action, without those that others always exceed. None where the
     layers of the list do not hold the same."""
     zero = arena.times(0)
@@ -106,9 +113,9 @@ def candidates(frame: Frame, sizes: Sequence[Expression], layers: Layers, arena:
         for place in dead.get(moment, ()):
             add(place, -1)
     if not timeline:
-        return [Candidate(total, zero)]
+        return Peaks([Candidate(total, zero)])
     if not layers.count:
-        return _largest([Candidate(value, zero) for value in timeline])
+        return Peaks(_largest([Candidate(value, zero) for value in timeline]))
     return _with_layers(_places(frame, layers), timeline, by_layer, layers)
 
 
@@ -125,11 +132,27 @@ def _places(frame: Frame, layers: Layers) -> list[int]:
 
 def _with_layers(
     places: Sequence[int], timeline: Sequence[Expression], by_layer: Sequence[Sequence[Expression]], layers: Layers
+) -> Peaks | None:
+    """The layers at either end that others are not like: one, or, where there are enough to tell, more. With fewer
+    layers those at the ends would be the same."""
+    for border in range(1, (layers.count - 2) // 3 + 1):
+        found = _beside(border, places, timeline, by_layer, layers.count)
+        if found is not None:
+            return Peaks(found, 2 if border == 1 else 3 * border + 1)
+    return None
+
+
+def _beside(
+    border: int,
+    places: Sequence[int],
+    timeline: Sequence[Expression],
+    by_layer: Sequence[Sequence[Expression]],
+    count: int,
 ) -> list[Candidate] | None:
-    count = layers.count
-    far: dict[int, Sequence[int]] = {0: range(2, count - 1), 1: range(3, count - 1)}
-    far |= {count - 1: range(1, count - 2), count - 2: range(1, count - 3)}
-    if not _in_equal_steps(places, timeline, count):
+    """What may be the peak where the `border` layers at either end are not like the others; None where these differ."""
+    far = {i: range(i + 1 + border, count - border) for i in range(border + 1)}
+    far |= {count - 1 - i: range(border, count - 1 - i - border) for i in range(border + 1)}
+    if not _in_equal_steps(places, timeline, border, count):
         return None
     every: list[Candidate] = []
     for moment, place in enumerate(places):
@@ -138,12 +161,12 @@ def _with_layers(
         distant = [by_layer[moment][i] for i in far[place]]
         if any(other != distant[0] for other in distant):
             return None
-        fewest = 2 if place in (0, count - 1) else 3
+        fewest = 2 + min(place, count - 1 - place)
         every.append(Candidate(timeline[moment] - distant[0].times(count), distant[0], fewest))
     return _largest(every)
 
 
-def _in_equal_steps(places: Sequence[int], timeline: Sequence[Expression], count: int) -> bool:
+def _in_equal_steps(places: Sequence[int], timeline: Sequence[Expression], border: int, count: int) -> bool:
     """Does memory change alike from each inner layer to the next, action by action?"""
     runs: list[tuple[int, list[Expression]]] = []
     for place, value in zip(places, timeline, strict=True):
@@ -151,7 +174,7 @@ def _in_equal_steps(places: Sequence[int], timeline: Sequence[Expression], count
             runs.append((place, []))
         runs[-1][1].append(value)
     for (a, first), (b, second), (c, third) in zip(runs, runs[1:], runs[2:], strict=False):
-        if not (min(a, b, c) > 0 and max(a, b, c) < count - 1 and abs(a - c) == 2):
+        if not (min(a, b, c) >= border and max(a, b, c) < count - border and abs(a - c) == 2):
             continue
         if not len(first) == len(second) == len(third):
             return False

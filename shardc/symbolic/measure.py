@@ -89,7 +89,7 @@ class Numbers:
 def measured(body: Graph) -> tuple[Frame, Numbers]:
     senders, payloads = _collectives(body)
     products, flops = _products(body)
-    shards, atoms = _shards(body)
+    shards, atoms = shards_of(body)
     account, arena = account_of(body, overlap=True), planned(body)
     held: list[Held] = []
     sizes: list[int] = []
@@ -130,7 +130,7 @@ def _products(body: Graph) -> tuple[tuple[Product, ...], tuple[int, ...]]:
     return tuple(products), tuple(counts)
 
 
-def _shards(body: Graph) -> tuple[tuple[Shard, ...], tuple[int, ...]]:
+def shards_of(body: Graph) -> tuple[tuple[Shard, ...], tuple[int, ...]]:
     """Every atom that axes divide, in program order."""
     shards: list[Shard] = []
     atoms: list[int] = []

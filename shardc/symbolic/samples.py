@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from shardc.compiler.binding import collect_plan, read_mesh
-from shardc.compiler.request import Compiled, Request, compiled
+from shardc.compiler.request import Compiled, Request, compiled, rows_of, split_inputs
 from shardc.frontend.sample_call import Call
-from shardc.frontend.size_guards import SizeGuards, size_guards
+from shardc.frontend.size_guards import Forward, SizeGuards
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import Axes
 from shardc.plan.schema import Plan
+from shardc.plan.symbols import MICROBATCHES
+from shardc.runtime.execute.microbatches import split
 from shardc.symbolic.expression import Expression, Point
 
 Dims = tuple[tuple[str, int], ...]
@@ -40,16 +42,17 @@ class Samples:
     known: dict[tuple[tuple[str, int], ...], Compiled] = field(default_factory=dict[Any, Compiled])
 
     @classmethod
-    def of(cls, request: Request) -> Samples:
-        """Raises ShardcError: SC208 for symbols that the batch has no such dims for, SC232 where there are none."""
+    def of(cls, request: Request, *, pipelined: bool = False) -> Samples:
+        """Raises ShardcError: SC208 for symbols that the batch has no such dims for, SC232 where there are none, and
+        for a pipeline, unless that is asked for."""
         plan = collect_plan(request.model, request.plan)
         mesh = read_mesh(request.mesh if request.mesh is not None else plan.mesh)
         if not plan.symbols:
             hint = "add symbols: {B: input_ids.0, S: input_ids.1} to the plan"
             raise error("SC232", "the plan names no extents", hint=hint)
-        if plan.pipeline is not None:
-            hint = "leave the pipeline out of the plan: formulas are those of a stage without it"
-            raise error("SC232", "a program with a pipeline has no formulas", hint=hint)
+        if plan.pipeline is not None and not pipelined:
+            hint = "compile one for each size"
+            raise error("SC232", "a program with a pipeline is for batches of one size", hint=hint)
         call = Call(request.model, request.batch, request.loss)
         shapes = {name: tuple(t.shape) for name, t in zip(call.names, call.tensors, strict=True)}
         return cls(replace(request, watch=None), plan, mesh, call, plan.symbols.bound(shapes, mesh))
@@ -65,10 +68,37 @@ class Samples:
         return dict.fromkeys(self.extents, self.plan.microbatches * math.prod(self.axes.values()))
 
     @cached_property
+    def parts(self) -> dict[str, int]:
+        """Into how many microbatches an extent is divided. Raises ShardcError (SC232) for one that is rows of some
+        inputs, and no rows of others."""
+        divided = split_inputs(self.call) if self.plan.microbatches > 1 else []
+        parts: dict[str, int] = {}
+        for name, dims in self.extents.items():
+            kinds = {dim == 0 and path in divided for path, dim in dims}
+            if len(kinds) > 1:
+                said = ", ".join(f"{path}.{dim}" for path, dim in dims)
+                message = f"microbatches divide some of the dims of '{name}' alone: {said}"
+                raise self.plan.symbols.located(name, message, "give each a name of its own")
+            parts[name] = self.plan.microbatches if True in kinds else 1
+        return parts
+
+    @cached_property
+    def forward(self) -> Forward:
+        """Forward as a step calls it: on a microbatch."""
+        part = split(self.request.batch, self.plan.microbatches)[0]
+        call = Call(self.request.model, part, self.request.loss)
+        return Forward(self.request.model, call, self.request.loss, self.extents, not self.request.trains)
+
+    @cached_property
     def guards(self) -> SizeGuards:
-        """What forward asks of the extents, answered for the program's own."""
-        own = self.sizes_of(self.call)
-        return size_guards(self.request.model, self.call, self.request.loss, self.extents, own)
+        """What forward asks of the extents, answered for the program's own; of an extent below 2, which torch takes for
+        a number, for the next."""
+        own = self.of_a_part(self.sizes_of(self.call))
+        return self.forward.guards({name: max(size, 2) for name, size in own.items()}, self.parts)
+
+    def of_a_part(self, sizes: Point) -> dict[str, int]:
+        """The extents of a microbatch."""
+        return {name: sizes[name] // parts for name, parts in self.parts.items()}
 
     def ranges(self, asked: Mapping[str, tuple[int, int]] | None = None) -> dict[str, tuple[int, int]]:
         """From where to where each extent is tried: as asked, or far around its own size, as guards allow. Raises
@@ -96,14 +126,18 @@ class Samples:
 
     def points(self, units: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]) -> list[dict[str, int]]:
         """The points to compile at. Raises ShardcError (SC232) for a guard that does not hold there."""
-        # A size that divides one of the model's own would be a factor of it in types, by coincidence.
-        own = {n for t in (*self.request.model.parameters(), *self.request.model.buffers()) for n in t.shape}
-        most = max((high for _, high in ranges.values()), default=0)
-        points = spread(units, ranges, {n for n in range(2, most + 1) if any(size % n == 0 for size in own)})
+        points = self.candidates(units, ranges)
         for point in points:
             if (guard := self.guards.broken(point)) is not None:
                 raise ShardcError(guard.diagnostic(point))
         return points
+
+    def candidates(self, units: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]) -> list[dict[str, int]]:
+        """Points, whatever guards say."""
+        # A size that divides one of the model's own would be a factor of it in types, by coincidence.
+        own = {n for t in (*self.request.model.parameters(), *self.request.model.buffers()) for n in t.shape}
+        most = max((high for _, high in ranges.values()), default=0)
+        return spread(units, ranges, {n for n in range(2, most + 1) if any(size % n == 0 for size in own)})
 
     @property
     def base(self) -> dict[str, int]:
@@ -140,7 +174,13 @@ class Samples:
         """The program compiled for the sizes of a point. Raises what `compile` raises."""
         key = tuple(sorted(point.items()))
         if key not in self.known:
-            request = replace(self.request, batch=self.batch(point), mesh=self.mesh_at(point))
+            batch = self.batch(point)
+            request = replace(self.request, batch=batch, mesh=self.mesh_at(point))
+            if self.plan.pipeline is not None and MICROBATCHES in point:
+                pipeline = self.plan.pipeline.model_copy(update={"microbatches": point[MICROBATCHES]})
+                request = replace(request, plan=self.plan.model_copy(update={"pipeline": pipeline}))
+            if request.like is not None:  # with as many microbatches as it has
+                request = replace(request, rows=rows_of(batch) // self.plan.microbatches)
             self.known[key] = compiled(request)
         return self.known[key]
 

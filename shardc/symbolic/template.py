@@ -72,6 +72,14 @@ def generalised(graphs: Sequence[Plain], fitter: Fitter) -> Plain:
         raise error("SC232", f"the program of {first['name']} differs: {differs}", hint=HINT) from None
 
 
+def merged(values: Sequence[Any], fitter: Fitter) -> Any:
+    """One tree with holes for several; None where they differ in more than numbers, or a number has no expression."""
+    try:
+        return _merged(values, fitter)
+    except _DiffersError:
+        return None
+
+
 HINT = "what depends on a size in another way than by numbers is compiled for each size"
 
 

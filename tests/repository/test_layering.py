@@ -176,7 +176,7 @@ FLOORS: list[dict[str, str]] = [
             inner_placement layer_costs layers min_sum network numbers placement_program ranking reasons reduced_model
             search small_program space stages step_costs strategies
         """,
-        "shardc.symbolic": "__init__ derive expression formulas instances layers measure samples template",
+        "shardc.symbolic": "__init__ calls derive expression formulas instances layers measure samples stages template",
     },
     {
         "shardc.explain": """

@@ -34,7 +34,7 @@ def points(family: str, count: int) -> list[dict[str, int]]:
     found: list[dict[str, int]] = []
     while len(found) < count:
         point = {name: chosen.randint(*ends) for name, ends in domain.ranges.items()}
-        point |= {axis: chosen.choice(sizes) for axis, sizes in domain.axes.items()} | {"L": chosen.randint(2, 4)}
+        point |= {axis: chosen.choice(sizes) for axis, sizes in domain.axes.items()} | {"L": chosen.randint(2, 7)}
         try:
             domain.check(point)
         except ShardcError:
@@ -93,6 +93,19 @@ def test_memory_of_layers_that_overlap_otherwise() -> None:
         point["L"] = LAYERS
         program = compiled("mixtral", LAYERS, **{name: size for name, size in point.items() if name != "L"})
         assert own.at(point).peak == program.memory().peak, point
+
+
+@pytest.mark.long
+def test_memory_of_layers_whose_gradients_are_sent_later() -> None:
+    """Compiled with eight layers, Mixtral's peaks are formulas in layers too, from seven on."""
+    own = compiled("mixtral", 8, **OWN).symbolic()
+    assert (own.memory_layers, own.memory_from) == (0, 7)
+    chosen = random.Random(0)
+    for point in points("mixtral", 4):
+        point["L"] = chosen.randint(7, 10)
+        program = compiled("mixtral", point["L"], **{name: size for name, size in point.items() if name != "L"})
+        assert own.at(point).peak == program.memory().peak, point
+        assert own.at(point | {"L": 6}).peak is None
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f == "gpt2" else pytest.mark.long)

@@ -265,3 +265,30 @@ def test_what_is_not_known_of_sizes_is_not_assumed() -> None:
     with pytest.raises(ShardcError, match="TypeError: a whole number"):
         program.symbolic()
     assert program.verify({"x": torch.randn(4, 7, WIDTH, dtype=torch.float64)}).ok
+
+
+class Evaluates(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and x.shape[1] > 10:  # in evaluation
+            x = x * 2
+        return self.mixed(x).square().mean()
+
+
+def test_an_evaluation_asks_as_it_evaluates() -> None:
+    program = shardc.compile(Evaluates(), batch(8, 16), plan=PLAN, mode="eval")
+    assert "# in evaluation" in fixed(program.resized(batch(8, 10)))
+
+
+class Rows(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 2:  # rows
+            x = x * 2
+        return self.mixed(x).square().mean()
+
+
+def test_forward_asks_of_a_microbatch() -> None:
+    own = Rows().double()
+    program = shardc.compile(own, wide(16, 16), plan=PLAN.merge(Plan.of(accumulate=4)))
+    assert not fixed(program.resized(wide(24, 10)))
+    assert "B > 2 (B of a microbatch), and B=2" in fixed(program.resized(wide(8, 10)))
+    assert program.verify(wide(8, 10)).ok
