@@ -28,9 +28,9 @@ FLOORS: list[dict[str, str]] = [
             ops.attention_tiles ops.buckets ops.carried_states ops.channel_sums ops.check_index ops.collectives
             ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered
             ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.running_sum
-            ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.streams
-            ops.windows overlap overlap_schedule parse placement plain program provenance python schema storages text
-            trees types verify version
+            ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.step_runs
+            ops.streams ops.windows overlap overlap_schedule parse placement plain program provenance python schema
+            storages text trees types verify version
         """,
     },
     {
