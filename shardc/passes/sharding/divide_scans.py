@@ -25,7 +25,7 @@ def scans_along(graph: Graph, along: Along) -> list[fx.Node]:
     """The scans all of whose dims of time are `along` the sequence, and whose starts nothing but backward reads."""
     found: list[fx.Node] = []
     for node in graph.calls():
-        if node.target is SCAN and all(along(x, dim) for x, dim in _timed(node)):
+        if node.target is SCAN and all(along(x, dim) for x, dim in timed(node)):
             readers = {user for value in _starts(node) for user in value.users}
             found += [node] if all(user.target is SCAN_BACKWARD for user in readers) else []
     return found
@@ -53,7 +53,7 @@ def _starts(node: fx.Node) -> list[fx.Node]:
     return [value for value in results(node)[-len(given(node)["carried"]) :] if value is not None]
 
 
-def _timed(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+def timed(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
     """The inputs that a step reads an element of, and their dims of time."""
     args = given(node)
     for (_, dims), x in zip(parse_body(args["body"]).inputs, args["inputs"], strict=True):
