@@ -425,7 +425,6 @@ def test_models_equal_eager(name: str, mesh: str, length: int) -> None:
     assert gap(program, eager(model, program.sample)) < 1e-12
     assert not type_faults(program.body)
     assert of(program, SCAN_PART)
-    assert ("~cp@" in print_graph(program.body)) == (name == "Jamba"), "beside causal attention alone"
     if name == "Mamba":
         kept = [c for c in program.collectives() if c.kind == "all_gather"]
         assert len(kept) == 2, "the states, each way"
