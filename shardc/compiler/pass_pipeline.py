@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from shardc.ir.blocks import Blocks, local_size
+from shardc.ir.blocks import Blocks
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.graph import Graph, info, operands, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
@@ -283,8 +283,7 @@ def sharded_sequences(graph: Graph, bound: Sequence[Bound], context: Context) ->
             text, port = f'{annotation.name} = "{annotation.placement}"', _port(graph, value, annotation)
             ranks = graph.mesh.size(axes[0])
             length = type_of(value).shape[d]
-            chunk = local_size(length, axes, graph.mesh)
-            found.append(ShardedSequence(port, d, length, axes[0], ranks, named, text, annotation.location, chunk))
+            found.append(ShardedSequence(port, d, length, axes[0], ranks, named, text, annotation.location, axes))
     return found
 
 

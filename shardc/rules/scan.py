@@ -8,9 +8,9 @@ forward keeps. A dim that some result does not have is whole too, since each ran
 Backward gives C a gradient that is a sum over d, and a tensor that is the same in every step one over b. That holds
 where every gradient that comes in has the dim: what has it not would be counted on each rank.
 
-Time is free where a call has a `segment`, and each rank has as many steps, or a multiple of them. A rank's call then
-needs the states that the ranks before leave: `shardc.ir.ops.scan_parts` says how they travel. The last states are then
-a sum, of what the last rank has and of zeros. Blocks follow time: the starts of a rank's blocks lie with its steps.
+Time is free where a call has `segments`, and each rank's runs of steps are whole ones. A rank's call then needs the
+states that steps before leave: `shardc.ir.ops.scan_parts` says how they travel. The last states are then a sum, of what
+the rank of the last step has and of zeros. Blocks follow time: the starts of a rank's blocks lie with its steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from shardc.ir.graph import info, set_info
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import all_gather
 from shardc.ir.ops.halo import NEIGHBOUR_ROWS
-from shardc.ir.ops.local import span
-from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD, blocks_of_steps, wide_of
+from shardc.ir.ops.scan import SCAN, SCAN_BACKWARD, wide_of
 from shardc.ir.ops.scan_body import BLOCK, TIME, parse_body
 from shardc.ir.ops.scan_parts import (
     SCAN_PART,
@@ -36,12 +35,13 @@ from shardc.ir.ops.scan_parts import (
     SCAN_TURN,
     SCAN_TURN_BACKWARD,
 )
+from shardc.ir.ops.step_runs import own_segments, step_runs
 from shardc.ir.schema import given as arguments
-from shardc.ir.types import Atom, Axes, TensorType, local_size
+from shardc.ir.types import Atom, Axes, TensorType
 from shardc.rules.local import LocalCall
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.projection import Projection
-from shardc.rules.registry import rule
+from shardc.rules.registry import by_block, rule
 from shardc.rules.shift import cause_of, moved
 
 MAMBA = "h:bdn | a:bdnt x:bdnt C:bnt | v0=mul(a,h) v1=add(v0,x) v2=dot(v1,C:n) | h=v1 | bdt=v2"
@@ -57,6 +57,7 @@ CHUNKS = (
     "h:bkv | q:tblk w:tblm u:tbmv | y=dot(q,h:k) z=dot(w,u:m) o=add(y,z) s=scale(h:0.5) e=sum(u:m) n=add(s,e) "
     "| h=n | tblv=o"
 )  # its rows l are no dim of the state
+SEGMENTS = [3, 3], [4, 3], [1, 1, 1]
 RNN = "h:bk | x:tbn U:kn | s=dot(h,U:k) p=add(s,x) q=tanh(p) r=rename(q:nk) | h=r | tbn=q"
 
 
@@ -65,19 +66,17 @@ def _text(*tensors: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ one rank's steps
+def _timed(projection: Projection) -> int:
+    return projection.names.index(TIME) if TIME in projection.names else -1
+
+
 def unfit(node: fx.Node, projection: Projection, split: Mapping[int, Axes], mesh: Mesh) -> set[int]:
     """Time, where ranks have no whole segments."""
-    piece = projection.names.index(TIME) if TIME in projection.names else -1
-    axes, segment = split.get(piece, ()), arguments(node).get("segment", 0)
-    if not axes:
+    piece = _timed(projection)
+    axes, segments = tuple(mesh.resolve(split.get(piece, ()))), arguments(node).get("segments", ())
+    if not axes or own_segments(str(projection.sizes[piece]), axes, mesh, tuple(segments)):
         return set()
-    size, blocks = projection.sizes[piece], len(blocks_of_steps(projection.sizes[piece], segment))
-    own = local_size(size, axes, mesh)
-    fits = own % segment == 0 and local_size(blocks, axes, mesh) == len(blocks_of_steps(own, segment))
-    for rank in mesh.group_of(0, mesh.resolve(axes)) if fits else ():
-        start = span(size, axes, mesh, mesh.coordinate(rank)).start
-        fits = fits and start == min(mesh.index(rank, axes) * own, size)
-    return set() if fits else {piece}
+    return {piece}
 
 
 class _Parts:
@@ -86,11 +85,14 @@ class _Parts:
     def __init__(self, call: LocalCall, states: Sequence[TensorType]) -> None:
         self.call, self.args, self.graph = call, call.args, call.graph
         self.body = parse_body(self.args["body"])
-        piece = call.projection.names.index(TIME) if TIME in call.projection.names else -1
-        self.axes = tuple(self.graph.mesh.resolve(call.split.get(piece, ())))
-        self.ranks = self.graph.mesh.size(self.axes)
+        piece, mesh = _timed(call.projection), self.graph.mesh
+        self.axes = tuple(mesh.resolve(call.split.get(piece, ())))
+        self.ranks = mesh.size(self.axes)
         if self.axes:
-            self.layout = (str(call.projection.sizes[piece]), list(self.axes), self.args["segment"])
+            source = str(call.projection.sizes[piece])
+            self.runs = step_runs(source, self.axes, mesh)
+            segments = own_segments(source, self.axes, mesh, tuple(self.args["segments"]))
+            self.layout = (source, list(self.axes), segments)
         dtype = wide_of([type.dtype for type in call.operands])
         self.states = [TensorType(dtype, type.dims) for type in states]
 
@@ -108,25 +110,28 @@ class _Parts:
 
     def of_each(self, type: TensorType, *extra: int) -> TensorType:
         """One of a type for each rank."""
-        return TensorType(type.dtype, ((Atom(self.ranks, self.axes),), *((Atom(n),) for n in extra), *type.dims))
+        return TensorType(
+            type.dtype, ((Atom(self.ranks, self.axes),), *((Atom(n),) * (n > 1) for n in extra), *type.dims)
+        )
 
-    def by_turns(self, target: Any, read: tuple[Any, ...], told: tuple[Any, ...], turns: range, shift: int) -> Any:
-        """What comes to each rank from the one whose turn is before its own."""
+    def by_turns(self, target: Any, read: tuple[Any, ...], told: tuple[Any, ...], backward: bool) -> list[fx.Node]:
+        """What comes to each run from the one whose turn is before its own."""
         every: list[fx.Node] = []
         before: list[fx.Node] = []
         types = [self.of_each(state) for state in self.states]
-        for turn in turns:
-            left = self._several(target, (*read, before, *told, *self.layout, turn), types)
-            before = [
-                moved(self.call, x, NEIGHBOUR_ROWS, (x, list(self.axes), 0, 0, 1, shift), type, self.axes)
-                for x, type in zip(left, types, strict=True)
-            ]
+        for turn in self.runs.turns(backward):
+            before = self._several(target, (*read, before, *told, *self.layout, turn), types)
+            if hop := self.runs.hop(turn, backward):
+                before = [
+                    moved(self.call, x, NEIGHBOUR_ROWS, (x, list(self.axes), 0, 0, 1, hop), type, self.axes)
+                    for x, type in zip(before, types, strict=True)
+                ]
             every += before
         return every
 
     def gathered(self, target: Any, read: tuple[Any, ...], told: tuple[Any, ...]) -> list[fx.Node]:
         """What the steps of all ranks do to each state."""
-        types = [self.of_each(state, 2) for state in self.states]
+        types = [self.of_each(state, len(self.runs.lengths), 2) for state in self.states]
         found: list[fx.Node] = []
         for x, type in zip(self._several(target, (*read, *told, *self.layout), types), types, strict=True):
             every = TensorType(type.dtype, ((Atom(self.ranks),), *type.dims[1:]))
@@ -136,6 +141,7 @@ class _Parts:
         return found
 
 
+@by_block
 def local_scan(call: LocalCall) -> Any:
     """`scan` on a rank's steps."""
     args = call.args
@@ -146,10 +152,11 @@ def local_scan(call: LocalCall) -> Any:
     if affine:
         before = parts.gathered(SCAN_SUMMARY, read, told)
     else:
-        before = parts.by_turns(SCAN_TURN, read, told, range(parts.ranks - 1), 1)
+        before = parts.by_turns(SCAN_TURN, read, told, backward=False)
     return SCAN_PART, (*read, before, *told, *parts.layout, affine), {}
 
 
+@by_block
 def local_scan_backward(call: LocalCall) -> Any:
     """`scan_backward` on a rank's steps."""
     args = call.args
@@ -163,7 +170,7 @@ def local_scan_backward(call: LocalCall) -> Any:
     if affine:
         before = parts.gathered(SCAN_SUMMARY_BACKWARD, read, told)
     else:
-        before = parts.by_turns(SCAN_TURN_BACKWARD, read, told, range(parts.ranks - 1, 0, -1), -1)
+        before = parts.by_turns(SCAN_TURN_BACKWARD, read, told, backward=True)
     return SCAN_PART_BACKWARD, (*read, before, *told, args["needed"], *parts.layout, affine), {}
 
 
@@ -178,14 +185,14 @@ def local_scan_backward(call: LocalCall) -> Any:
         ([(2, 4, 3, 6)], [(2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 6), (2, 4, 5)], DELTA),
         ([(4, 3, 2)], [(3, 4, 6, 3), (3, 4, 6, 5), (3, 4, 5, 2)], CHUNKS),
         ([(4, 3)], [(5, 4, 3), (3, 3)], RNN),
-        *(([(4, 6, 3)], [(4, 6, 3, s), (4, 6, 3, s), (4, 3, s)], MAMBA, n) for s, n in ((6, 3), (7, 4), (3, 1))),
-        ([(4, 6, 2)], [(6, 4, 70), (4, 70, 6), (4, 70, 2), (6, 2)], SELECTIVE, 35),
-        ([(2, 4, 3, 6)], [(2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 6), (2, 4, 5)], DELTA, 3),
-        ([(4, 3)], [(150, 4, 3), (3, 3)], RNN, 75),
-        ([(4, 3)], [(8, 4, 3), (3, 3)], RNN, 2),
+        *(([(4, 6, 3)], [(4, 6, 3, sum(n)), (4, 6, 3, sum(n)), (4, 3, sum(n))], MAMBA, n) for n in SEGMENTS),
+        ([(4, 6, 2)], [(6, 4, 70), (4, 70, 6), (4, 70, 2), (6, 2)], SELECTIVE, [35, 35]),
+        ([(2, 4, 3, 6)], [(2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 6), (2, 4, 5)], DELTA, [3, 2]),
+        ([(4, 3)], [(150, 4, 3), (3, 3)], RNN, [75, 75]),
+        ([(4, 3)], [(8, 4, 3), (3, 3)], RNN, [2, 2, 2, 2]),
     ],
 )
-def scan(carried: Sequence[Dims], inputs: Sequence[Dims], body: str, segment: int) -> Notation:
+def scan(carried: Sequence[Dims], inputs: Sequence[Dims], body: str, segments: Sequence[int]) -> Notation:
     parsed = parse_body(body)
     states = [letters for _, letters in parsed.carried]
     ins = _text(*states, *(letters for _, letters in parsed.inputs))
@@ -194,7 +201,7 @@ def scan(carried: Sequence[Dims], inputs: Sequence[Dims], body: str, segment: in
     letters = {letter for _, dims in (*parsed.carried, *parsed.inputs) for letter in dims}
     everywhere = {letter for letter in letters if all(letter in dims for dims in results)}
     whole = {BLOCK, *parsed.summed, *(letters - everywhere - {TIME})}
-    if not segment:
+    if not segments:
         return Notation(f"{ins} -> {outs}", whole=" ".join(sorted({TIME, *whole})))
     return Notation(f"{ins} -> {outs}", sum=TIME, whole=" ".join(sorted(whole - {BLOCK})), following=((TIME, BLOCK),))
 
@@ -223,18 +230,18 @@ def scan(carried: Sequence[Dims], inputs: Sequence[Dims], body: str, segment: in
         ([(4, 3)], [(1, 4, 3)], [(5, 4, 3), (3, 3)], RNN, [1], [True, True, True]),
         (
             [(4, 6, 7), (4, 6, 3)], [(2, 4, 6, 3)], [(4, 6, 3, 7), (4, 6, 3, 7), (4, 3, 7)], MAMBA, [0, 1],
-            [True, True, True, True], 4,
+            [True, True, True, True], [4, 3],
         ),
-        ([(8, 4, 3)], [(4, 4, 3)], [(8, 4, 3), (3, 3)], RNN, [0], [True, True, True], 2),
+        ([(8, 4, 3)], [(4, 4, 3)], [(8, 4, 3), (3, 3)], RNN, [0], [True, True, True], [2, 2, 2, 2]),
         (
             [(2, 4, 5, 6)], [(2, 2, 4, 3, 6)], [(2, 5, 4, 3), (2, 5, 4, 3), (2, 5, 4, 6), (2, 4, 5)], DELTA, [0],
-            [True, True, True, True, True], 3,
+            [True, True, True, True, True], [3, 2],
         ),
     ],
 )  # fmt: skip
 def scan_backward(
     grads: Sequence[Dims], starts: Sequence[Dims], inputs: Sequence[Dims], body: str,
-    given: Sequence[int], needed: Sequence[bool], segment: int,
+    given: Sequence[int], needed: Sequence[bool], segments: Sequence[int],
 ) -> Notation:  # fmt: skip
     parsed = parse_body(body)
     states, of_inputs = [dims for _, dims in parsed.carried], [dims for _, dims in parsed.inputs]
@@ -247,8 +254,8 @@ def scan_backward(
     whole = letters - free - {TIME}
     return Notation(
         f"{ins} -> {_text(*outs)}",
-        sum=" ".join(sorted(free | {TIME, BLOCK} if segment else free)),
-        whole=" ".join(sorted(whole if segment else whole | {BLOCK, TIME})),
+        sum=" ".join(sorted(free | {TIME, BLOCK} if segments else free)),
+        whole=" ".join(sorted(whole if segments else whole | {BLOCK, TIME})),
         linear=(0,) if len(coming) == 1 else (),
-        following=((TIME, BLOCK),) if segment else (),
+        following=((TIME, BLOCK),) if segments else (),
     )

@@ -14,7 +14,7 @@ WORKER = Path(__file__).parent / "scans_worker.py"
 @pytest.mark.slow
 @pytest.mark.parametrize("case", scans_worker.CASES)
 def test_training_equals_eager(case: str, tmp_path: Path) -> None:
-    model = scans_worker.model(case)
+    model = scans_worker.model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses: list[float] = []
     for batch in scans_worker.batches():

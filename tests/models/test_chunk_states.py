@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import shardc
 from shardc.ir.ops.carried_states import CARRIED_STATES, CHUNK_TOTALS, STATES_BEHIND, carried_states
 from shardc.ir.ops.collectives import all_gather
+from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD
 from shardc.ir.ops.shift import REGROUP, SHIFT_JOIN
 from shardc.ir.parse import parse
 from shardc.ir.schema import given as arguments
@@ -25,7 +26,16 @@ from shardc.passes.type_check import type_faults
 from tests.models.eagerly import eager, gap
 from tests.models.test_recurrences import model_of
 from tests.models.test_sequence_scans import WIDTH, Recurrent, assert_equals_eager, compiled, of
-from tests.models.test_unequal_blocks import VOCABULARY, bamba, falcon_h1, mamba2, of_library, placements, zamba2
+from tests.models.test_unequal_blocks import (
+    VOCABULARY,
+    bamba,
+    falcon_h1,
+    mamba2,
+    of_library,
+    placements,
+    qwen3_next,
+    zamba2,
+)
 
 CHUNK = 4
 
@@ -80,6 +90,30 @@ class Summed(Chunked):
         return (decays.permute(0, 3, 2, 1) * states[:, :, None]).sum(1)
 
 
+class GatedDelta(Recurrent):
+    """A gated delta rule over chunks, as Qwen3-Next's: within a chunk a triangular system, and a loop over chunks."""
+
+    def recur(self, x: Tensor, a: Tensor, h: Tensor) -> Tensor:
+        batch, steps, _ = x.shape
+        keys, values = (F.pad(t, (0, 0, 0, -steps % CHUNK)).reshape(batch, -1, CHUNK, WIDTH) for t in (x, a))
+        sums = F.pad(a[..., 0].log(), (0, -steps % CHUNK)).reshape(batch, -1, CHUNK).cumsum(-1)
+        above = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
+        decays = (sums[..., :, None] - sums[..., None, :]).masked_fill(above, -torch.inf).exp()
+        within = (keys @ keys.transpose(-1, -2)) * decays
+        read = keys * sums.exp()[..., None]
+        new, of_state = (
+            torch.linalg.solve_triangular(0.3 * within, t, upper=False, unitriangular=True) for t in (values, read)
+        )
+        keys, decay = keys * (sums[..., -1:] - sums).exp()[..., None], sums[..., -1].exp()[..., None, None]
+        state, y = h[:, :, None] * h[:, None, :], torch.zeros_like(new)
+        for i in range(new.shape[1]):
+            v = new[:, i] - of_state[:, i] @ state
+            y[:, i] = read[:, i] @ state + within[:, i] @ v
+            state = state * decay[:, i] + keys[:, i].transpose(-1, -2) @ v
+        y = y.reshape(batch, -1, WIDTH)[:, :steps]
+        return torch.tanh(y.reshape(-1, WIDTH)).reshape(batch, steps, WIDTH)
+
+
 def chunked(kind: type[Recurrent] = Chunked) -> Recurrent:
     torch.manual_seed(0)
     return kind().double()
@@ -124,6 +158,42 @@ def test_equals_eager(kind: type[Recurrent], mesh: str, length: int, balance: st
         assert not of(program, CARRIED_STATES)
         assert not [d for d in program.diagnostics if d.severity == "warning"]
         assert ("~cp" in print_graph(program.body)) == (balance == "zigzag")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("mesh", "length", "balance"),
+    [("cp=2", 64, "none"), ("cp=4", 50, "zigzag"), ("cp=4", 50, "none"), ("dp=2, cp=2", 45, "zigzag")],
+)
+def test_a_loop_over_chunks(mesh: str, length: int, balance: str) -> None:
+    """Ranks have whole chunks, and states go from run to run of them. Rows are sent to their chunk, none to all."""
+    model = chunked(GatedDelta)
+    program = compiled(model, length, mesh, context={"balance": balance})
+    assert_equals_eager(model, program)
+    assert not type_faults(program.body)
+    assert of(program, SCAN_PART, SCAN_PART_BACKWARD)
+    assert {c.kind for c in program.collectives() if "cp" in c.axes} == {"permute", "all_reduce"}
+    assert not [d for d in program.diagnostics if d.severity == "warning"]
+    assert ("~cp@" in print_graph(program.body)) == (balance == "zigzag")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mesh", "length"), [("cp=4", 601), ("dp=2, cp=2", 577), ("cp=2, tp=2", 650)])
+def test_qwen3_next(mesh: str, length: int) -> None:
+    """Its chunks are 64 rows long. Beside them attention is balanced."""
+    torch.manual_seed(0)
+    model = qwen3_next()
+    tokens = torch.randint(VOCABULARY, (4, length), generator=torch.Generator().manual_seed(1))
+    placed = "dp, cp" if "dp" in mesh else "-, cp"
+    plan: dict[str, Any] = {"inputs": {"input_ids": placed, "labels": placed}, "context": "ring"}
+    if "tp" in mesh:
+        plan["params"] = placements(model)
+    program = shardc.compile(model, {"input_ids": tokens, "labels": tokens}, mesh=mesh, plan=plan)
+    assert gap(program, eager(model, program.sample)) < 1e-12
+    assert not type_faults(program.body)
+    assert of(program, SCAN_PART)
+    assert {c.kind for c in program.collectives() if "cp" in c.axes} == {"permute", "all_reduce"}
+    assert "~cp@" in print_graph(program.body)
 
 
 @pytest.mark.parametrize("kind", [Other, Summed])

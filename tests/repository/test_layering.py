@@ -29,8 +29,8 @@ FLOORS: list[dict[str, str]] = [
             ops.collectives ops.context ops.ctc ops.cumulative ops.cumulative_extremes ops.exchange ops.expert_capacity
             ops.experts ops.extreme ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels
             ops.linear ops.local ops.mirror ops.pick ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift
-            ops.softmax ops.squares ops.streams ops.take ops.windows overlap overlap_schedule parse placement plain
-            program provenance python schema storages text trees types verify version
+            ops.softmax ops.squares ops.step_runs ops.streams ops.take ops.windows overlap overlap_schedule parse
+            placement plain program provenance python schema storages text trees types verify version
         """,
     },
     {
@@ -176,7 +176,9 @@ FLOORS: list[dict[str, str]] = [
             inner_placement layer_costs layers min_sum network numbers placement_program ranking reasons reduced_model
             search small_program space stages step_costs strategies
         """,
-        "shardc.symbolic": "__init__ calls derive expression formulas instances layers measure samples stages template",
+        "shardc.symbolic": """
+            __init__ calls derive expression formulas instances layers measure samples stages template
+        """,
     },
     {
         "shardc.explain": """

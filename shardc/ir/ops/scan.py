@@ -1,7 +1,7 @@
 """A recurrence over time as one op forward and one backward, whatever one step computes (`scan_body`).
 
-    yields..., last states..., starts... = scan(carried, inputs, body, segment)
-    gradients... = scan_backward(gradients given, starts, inputs, body, given, needed, segment)
+    yields..., last states..., starts... = scan(carried, inputs, body, segments)
+    gradients... = scan_backward(gradients given, starts, inputs, body, given, needed, segments)
 
 Steps are taken in blocks of 64. What no state reaches is computed for a block at once, and so is what only the results
 need: between two steps is what the next state depends on, for a Mamba a product and a sum. All is computed in float32,
@@ -12,13 +12,14 @@ S steps that is S / 64 states. Backward goes through the blocks from the last to
 from its start. That costs one more forward, of which the states' part is small, and the steps of one block are all that
 is held at a time: a Mamba's state is 16 times as large as what goes in, and keeping all would be most of its memory.
 
-Blocks begin anew at each multiple of `segment`, unless that is 0: where ranks have a segment of the steps each, every
-rank then has the starts of its own (`scan_parts`).
+Blocks begin anew behind each of `segments`, numbers of steps: where ranks have segments of the steps each, every rank
+then has the starts of its own (`scan_parts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -109,22 +110,24 @@ def _ordered_states(body: Body, states: Sequence[Tensor], dtype: torch.dtype) ->
     return {n: reordered(x, dims, body.letters[n]).to(dtype) for (n, dims), x in zip(body.carried, states, strict=True)}
 
 
-def blocks_of_steps(steps: int, segment: int = 0) -> list[tuple[int, int]]:
-    """Where each block of so many steps starts, and how many it has."""
-    length = segment or max(steps, 1)
-    ends = [(first, min(first + length, steps)) for first in range(0, steps, length)]
-    return [(i, min(BLOCK_STEPS, end - i)) for first, end in ends for i in range(first, end, BLOCK_STEPS)]
+def blocks_of_steps(steps: int, segments: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """Where each block of so many steps starts, and how many it has. Segments behind the last step have none."""
+    bounds = [0, *(min(end, steps) for end in accumulate(segments or [steps]))]
+    assert bounds[-1] == steps, f"{steps} steps in segments of {list(segments)}"
+    return [(i, min(BLOCK_STEPS, end - i)) for first, end in pairwise(bounds) for i in range(first, end, BLOCK_STEPS)]
 
 
-def forward(carried: Sequence[Tensor], inputs: Sequence[Tensor], text: str, segment: int = 0) -> list[Tensor]:
+def forward(
+    carried: Sequence[Tensor], inputs: Sequence[Tensor], text: str, segments: Sequence[int] = ()
+) -> list[Tensor]:
     body = parse_body(text)
     sizes = sizes_of(body, [x.shape for x in carried], [x.shape for x in inputs])
-    results = empty(body, sizes, inputs[0], wide([*carried, *inputs]), segment)
+    results = empty(body, sizes, inputs[0], wide([*carried, *inputs]), segments)
     count = len(body.yields), len(body.yields) + len(body.carried)
     yields, lasts, starts = results[: count[0]], results[count[0] : count[1]], results[count[1] :]
     scan = _Scan(body, inputs, yields[0].dtype if yields else lasts[0].dtype)
     states, keep = _ordered_states(body, carried, scan.dtype), scan.read_after()
-    for number, (start, steps) in enumerate(blocks_of_steps(sizes[TIME], segment)):
+    for number, (start, steps) in enumerate(blocks_of_steps(sizes[TIME], segments)):
         for (name, dims), saved in zip(body.carried, starts, strict=True):
             saved[number].copy_(reordered(states[name], body.letters[name], dims))
         values = scan.block(start, steps)
@@ -148,19 +151,21 @@ def last_states(carried: Sequence[Tensor], inputs: Sequence[Tensor], body: Body)
     return [reordered(states[name], body.letters[name], dims) for name, dims in body.carried]
 
 
-def empty(body: Body, sizes: Mapping[str, int], like: Tensor, dtype: torch.dtype, segment: int = 0) -> list[Tensor]:
+def empty(
+    body: Body, sizes: Mapping[str, int], like: Tensor, dtype: torch.dtype, segments: Sequence[int] = ()
+) -> list[Tensor]:
     """Tensors for the results of a scan whose dims have these sizes."""
-    blocks = len(blocks_of_steps(sizes[TIME], segment))
+    blocks = len(blocks_of_steps(sizes[TIME], segments))
     of_states = [dims for _, dims in body.carried]
     shapes = [[sizes[x] for x in dims] for dims in [dims for _, dims in body.yields] + of_states]
     shapes += [[blocks, *(sizes[x] for x in dims)] for dims in of_states]
     return [like.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
-def _fake(carried: Sequence[Tensor], inputs: Sequence[Tensor], text: str, segment: int = 0) -> list[Tensor]:
+def _fake(carried: Sequence[Tensor], inputs: Sequence[Tensor], text: str, segments: Sequence[int] = ()) -> list[Tensor]:
     body = parse_body(text)
     sizes = sizes_of(body, [x.shape for x in carried], [x.shape for x in inputs])
-    return empty(body, sizes, inputs[0], wide([*carried, *inputs]), segment)
+    return empty(body, sizes, inputs[0], wide([*carried, *inputs]), segments)
 
 
 class _Sums:
@@ -176,7 +181,7 @@ class _Sums:
 
 def backward(
     grads: Sequence[Tensor], starts: Sequence[Tensor], inputs: Sequence[Tensor], text: str,
-    given: Sequence[int], needed: Sequence[bool], segment: int = 0,
+    given: Sequence[int], needed: Sequence[bool], segments: Sequence[int] = (),
 ) -> list[Tensor]:  # fmt: skip
     body = parse_body(text)
     dtype = wide([*starts, *inputs])
@@ -195,7 +200,7 @@ def backward(
         for (name, _), x in zip(body.inputs, inputs, strict=True)
         if name in wanted
     }
-    for number, (start, steps) in reversed(list(enumerate(blocks_of_steps(sizes[TIME], segment)))):
+    for number, (start, steps) in reversed(list(enumerate(blocks_of_steps(sizes[TIME], segments)))):
         states = _ordered_states(body, [saved[number] for saved in starts], dtype)
         values = scan.block(start, steps)
         scan.steps(values, states, steps, [n for n, _ in body.carried] + [st.name for st in body.inside])
@@ -277,17 +282,17 @@ def _through_steps(scan: _Scan, values: Values, sums: _Sums, of_states: Values, 
 
 def _fake_backward(
     grads: Sequence[Tensor], starts: Sequence[Tensor], inputs: Sequence[Tensor], text: str,
-    given: Sequence[int], needed: Sequence[bool], segment: int = 0,
+    given: Sequence[int], needed: Sequence[bool], segments: Sequence[int] = (),
 ) -> list[Tensor]:  # fmt: skip
     dtype = wide([*starts, *inputs])
     initial = [x.new_empty(x.shape[1:], dtype=dtype) for x, need in zip(starts, needed, strict=False) if need]
     return [*initial, *(x.new_empty(x.shape) for x, n in zip(inputs, needed[len(starts) :], strict=True) if n)]
 
 
-SCAN = define("scan(Tensor[] carried, Tensor[] inputs, str body, int segment=0) -> Tensor[]", forward, _fake)
+SCAN = define("scan(Tensor[] carried, Tensor[] inputs, str body, int[] segments=[]) -> Tensor[]", forward, _fake)
 SCAN_BACKWARD = define(
     "scan_backward(Tensor[] grads, Tensor[] starts, Tensor[] inputs, str body, int[] given, bool[] needed,"
-    " int segment=0) -> Tensor[]",
+    " int[] segments=[]) -> Tensor[]",
     backward,
     _fake_backward,
 )

@@ -1,25 +1,26 @@
 """A recurrence whose steps lie over ranks: each takes its own steps, from the state that those before leave it.
 
     scan_part       carried, inputs, before    own steps; what is carried in comes out of `before`
-    scan_turn       carried, inputs, before    the states behind the steps of the rank whose turn it is; elsewhere 0
-    scan_summary    carried, inputs            how a state goes through all own steps: a factor and an addend each
+    scan_turn       carried, inputs, before    the states behind the steps of the run whose turn it is; elsewhere 0
+    scan_summary    carried, inputs            how a state goes through each run of own steps: a factor and an addend
 
-and the same three of backward, where gradients of states come from the ranks behind. A state of a rank has a dim of
-one element in front, which lies over the axes.
+and the same three of backward, where gradients of states come from the steps behind. A state of a rank has a dim of
+one element in front, which lies over the axes. A rank has one run of steps, or of a zigzag two (`step_runs`).
 
-There are two ways for states to travel. Of any body they go from rank to rank (`affine=False`): rank 0 takes its steps
-and sends its states to rank 1 (`neighbour_rows`), which takes its own with them, and so on; `before` has what came
-after each turn. Then all ranks take their steps once more, for the results. One after the other, that is no longer
-than all steps on one rank, for the last turn is everybody's.
+There are two ways for states to travel. Of any body they go from run to run in the order of time (`affine=False`): the
+rank of run 0 takes its steps and sends its states to that of run 1 (`neighbour_rows`), which takes its own with them,
+and so on; nothing is sent where a rank has both. `before` has what came after each turn. Then all ranks take their
+steps once more, for the results. One after the other, that is no longer than all steps on one rank, and half of a
+rank's share, for the last turn is everybody's.
 
-Where the next state is `h = a * h + b`, with a and b that know nothing of h, the steps of a rank are together such a
-step: its factor is the product of all a, its addend what they make of 0. Ranks gather these two of all others, as
+Where the next state is `h = a * h + b`, with a and b that know nothing of h, the steps of a run are together such a
+step: its factor is the product of all a, its addend what they make of 0. Ranks gather these two of all runs, as
 `before`, and take those before their own one by one (`affine=True`). That is Blelloch's scan over ranks (Prefix Sums
 and Their Applications, 1990). Gradients of states go back by h's own factor whenever no element of a state reads
 another one, so backward may go so where forward does not.
 
-All read the coordinate. The last states are those of the last rank, and gradients of the first ones those of the first:
-other ranks yield 0, so that a pending sum has them.
+All read the coordinate. The last states are those of the rank with the last step, and gradients of the first ones those
+of the rank with the first: other ranks yield 0, so that a pending sum has them.
 """
 
 from __future__ import annotations
@@ -30,47 +31,47 @@ import torch
 from torch import Tensor
 
 from kernels_triton.base.library import define
+from shardc.ir.blocks import blocks_of
 from shardc.ir.ops.context import current
-from shardc.ir.ops.local import AXES_READ, span
+from shardc.ir.ops.local import AXES_READ
 from shardc.ir.ops.scan import backward, blocks_of_steps, empty, forward, last_states, sizes_of, wide
 from shardc.ir.ops.scan_body import TIME, Body, parse_body
+from shardc.ir.ops.shift import size_of
+from shardc.ir.ops.step_runs import StepRun, StepRuns, step_runs
 
 
-def _own_steps(source: str, axes: list[str]) -> tuple[int, int, int]:
-    """A rank's number along the axes, of how many, and how many steps it has."""
+def _runs(source: str, axes: list[str]) -> tuple[int, StepRuns]:
+    """A rank's number along the axes, and the runs of all."""
     context = current()
-    held = span(int(source), axes, context.mesh, context.coordinate)
-    return context.index(tuple(axes)), context.mesh.size(axes), held.extent
+    return context.index(tuple(axes)), step_runs(source, tuple(axes), context.mesh)
 
 
-def _taken(body: Body, inputs: Sequence[Tensor], steps: int) -> list[Tensor]:
-    """The inputs of the first steps."""
+def _taken(body: Body, inputs: Sequence[Tensor], run: StepRun) -> list[Tensor]:
+    """The inputs of the steps of a run."""
     pairs = zip(body.inputs, inputs, strict=True)
-    return [x.narrow(dims.index(TIME), 0, steps) if TIME in dims else x for (_, dims), x in pairs]
+    return [x.narrow(dims.index(TIME), run.local, run.extent) if TIME in dims else x for (_, dims), x in pairs]
 
 
 def _step(state: Tensor, through: Tensor) -> Tensor:
-    """A state behind the steps of a rank; a factor that is infinite leaves 0 as it is."""
+    """A state behind the steps of a run; a factor that is infinite leaves 0 as it is."""
     factor, addend = through[0], through[1]
     return torch.where(state == 0, addend, factor * state + addend)
 
 
-def _brought(
-    given: Sequence[Tensor], before: Sequence[Tensor], ranks: Sequence[int], turn: int, affine: bool
-) -> list[Tensor]:
-    """The states that a rank begins with: those `given`, after the steps of other ranks, in this order.
+def _brought(given: Sequence[Tensor], before: Sequence[Tensor], runs: Sequence[StepRun], affine: bool) -> list[Tensor]:
+    """The states that a run begins with: those `given`, after the steps of other runs, in this order.
 
-    `before` has what all ranks' steps do to each state, or the states that came after each turn, of which the rank's is
-    number `turn`.
+    `before` has what the steps of all runs do to each state, or the states that came after each turn.
     """
-    if not ranks:
+    if not runs:
         return list(given)
     if not affine:
         count = len(given)
-        return [x[0] for x in before[turn * count : (turn + 1) * count]]
+        return [x[0] for x in before[(len(runs) - 1) * count : len(runs) * count]]
     states = list(given)
-    for rank in ranks:
-        states = [_step(state, through[rank]) for state, through in zip(states, before, strict=True)]
+    for run in runs:
+        pairs = zip(states, before, strict=True)
+        states = [_step(state, through[run.rank, run.place]) for state, through in pairs]
     return states
 
 
@@ -82,49 +83,47 @@ def _widened(carried: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor
 # ------------------------------------------------------------------------------------------------ forward
 def _part(
     carried: list[Tensor], inputs: list[Tensor], before: list[Tensor], text: str, source: str, axes: list[str],
-    segment: int, affine: bool,
+    segments: list[int], affine: bool,
 ) -> list[Tensor]:  # fmt: skip
     body = parse_body(text)
-    own, ranks, steps = _own_steps(source, axes)
-    states = _brought(_widened(carried, inputs), before, range(own), own - 1, affine)
-    results = _fake_part(carried, inputs, before, text, source, axes, segment, affine)
+    own, runs = _runs(source, axes)
+    given = _widened(carried, inputs)
+    results = _fake_part(carried, inputs, before, text, source, axes, segments, affine)
     for y in results:
         y.zero_()
     yields, states_at = len(body.yields), len(body.yields) + len(carried)
-    found = forward(states, _taken(body, inputs, steps), text, segment) if steps else []
-    lasts = found[yields:states_at] or states
-    for (_, dims), y, part in zip(body.yields, results[:yields], found[:yields], strict=False):
-        y.narrow(dims.index(TIME), 0, steps).copy_(part)
-    for place, part in zip(results[states_at:], found[states_at:], strict=False):
-        place[: part.shape[0]].copy_(part)
-    for place, last in zip(results[yields:states_at], lasts, strict=True):
-        if own == ranks - 1:
-            place.copy_(last)
+    for number, run in runs.of(own):
+        states = _brought(given, before, runs.runs[:number], affine)
+        found = forward(states, _taken(body, inputs, run), text, runs.segments(run, segments))
+        for (_, dims), y, part in zip(body.yields, results[:yields], found[:yields], strict=True):
+            y.narrow(dims.index(TIME), run.local, run.extent).copy_(part)
+        for place, part in zip(results[states_at:], found[states_at:], strict=True):
+            place.narrow(0, runs.starts(run, segments), part.shape[0]).copy_(part)
+        if number == len(runs.runs) - 1:
+            for place, last in zip(results[yields:states_at], found[yields:states_at], strict=True):
+                place.copy_(last)
     return results
 
 
 def _fake_part(
     carried: list[Tensor], inputs: list[Tensor], before: list[Tensor], text: str, source: str, axes: list[str],
-    segment: int, affine: bool,
+    segments: list[int], affine: bool,
 ) -> list[Tensor]:  # fmt: skip
     body = parse_body(text)
     sizes = sizes_of(body, [x.shape for x in carried], [x.shape for x in inputs])
-    return empty(body, sizes, inputs[0], wide([*carried, *inputs]), segment)
+    return empty(body, sizes, inputs[0], wide([*carried, *inputs]), segments)
 
 
 def _turn(
     carried: list[Tensor], inputs: list[Tensor], before: list[Tensor], text: str, source: str, axes: list[str],
-    segment: int, turn: int,
+    segments: list[int], turn: int,
 ) -> list[Tensor]:  # fmt: skip
     body = parse_body(text)
-    own, _, steps = _own_steps(source, axes)
-    states = _widened(carried, inputs)
-    if own != turn:
+    own, runs = _runs(source, axes)
+    states, run = _widened(carried, inputs), runs.runs[turn]
+    if own != run.rank:
         return [torch.zeros_like(x).unsqueeze(0).contiguous() for x in states]
-    if turn:
-        states = [x[0] for x in before]
-    if steps:
-        states = last_states(states, _taken(body, inputs, steps), body)
+    states = last_states([x[0] for x in before] if turn else states, _taken(body, inputs, run), body)
     return [x.unsqueeze(0).clone(memory_format=torch.contiguous_format) for x in states]
 
 
@@ -139,23 +138,35 @@ def _factors(body: Body, states: Sequence[Tensor], inputs: Sequence[Tensor]) -> 
     return None if linear is None else last_states([torch.ones_like(x) for x in states], inputs, linear)
 
 
+def _of_runs(states: Sequence[Tensor], places: int) -> list[Tensor]:
+    """A factor and an addend for each run of a rank: those of no steps."""
+    found = [x.new_zeros([1, places, 2, *x.shape]) for x in states]
+    for y in found:
+        y[:, :, 0] = 1
+    return found
+
+
 def _summary(
-    carried: list[Tensor], inputs: list[Tensor], text: str, source: str, axes: list[str], segment: int
+    carried: list[Tensor], inputs: list[Tensor], text: str, source: str, axes: list[str], segments: list[int]
 ) -> list[Tensor]:
     body = parse_body(text)
-    _, _, steps = _own_steps(source, axes)
+    own, runs = _runs(source, axes)
     zeros = [torch.zeros_like(x) for x in _widened(carried, inputs)]
-    factors: list[Tensor] | None = [torch.ones_like(x) for x in zeros]
-    if steps:
-        own = _taken(body, inputs, steps)
-        factors, zeros = _factors(body, zeros, own), last_states(zeros, own, body)
-    assert factors is not None, f"a state is no multiple of the one before: {text}"
-    return [torch.stack(pair).unsqueeze(0).contiguous() for pair in zip(factors, zeros, strict=True)]
+    results = _of_runs(zeros, len(runs.lengths))
+    for _, run in runs.of(own):
+        taken = _taken(body, inputs, run)
+        factors = _factors(body, zeros, taken)
+        assert factors is not None, f"a state is no multiple of the one before: {text}"
+        for y, *pair in zip(results, factors, last_states(zeros, taken, body), strict=True):
+            y[0, run.place] = torch.stack(pair)
+    return results
 
 
-def _fake_summary(carried: list[Tensor], inputs: list[Tensor], *_: object) -> list[Tensor]:
-    dtype = wide([*carried, *inputs])
-    return [x.new_empty([1, 2, *x.shape], dtype=dtype) for x in carried]
+def _fake_summary(
+    carried: list[Tensor], inputs: list[Tensor], text: str, source: str, axes: list[str], segments: list[int]
+) -> list[Tensor]:
+    dtype, places = wide([*carried, *inputs]), len(blocks_of(size_of(source)))
+    return [x.new_empty([1, places, 2, *x.shape], dtype=dtype) for x in carried]
 
 
 # ------------------------------------------------------------------------------------------------ backward
@@ -164,70 +175,67 @@ class _Behind:
 
     def __init__(
         self, grads: list[Tensor], starts: list[Tensor], inputs: list[Tensor], text: str, given: list[int],
-        source: str, axes: list[str], segment: int,
+        source: str, axes: list[str], segments: list[int],
     ) -> None:  # fmt: skip
-        self.text, self.body, self.segment = text, parse_body(text), segment
-        self.own, self.ranks, self.steps = _own_steps(source, axes)
-        self.dtype = wide([*starts, *inputs])
-        by_place = dict(zip(given, grads, strict=True))
+        self.text, self.body, self.segments = text, parse_body(text), segments
+        self.own, self.runs = _runs(source, axes)
+        self.starts, self.inputs = starts, inputs
+        dtype, by_place = wide([*starts, *inputs]), dict(zip(given, grads, strict=True))
         self.yields, count = len(self.body.yields), len(self.body.carried)
-        self.of_yields = {
-            i: by_place[i].narrow(dims.index(TIME), 0, self.steps)
-            for i, (_, dims) in enumerate(self.body.yields)
-            if i in by_place
-        }
+        self.of_yields = {i: (by_place[i], dims) for i, (_, dims) in enumerate(self.body.yields) if i in by_place}
         self.of_lasts = [
-            by_place[place].to(self.dtype)
+            by_place[place].to(dtype)
             if (place := self.yields + i) in by_place
-            else starts[i].new_zeros(starts[i].shape[1:], dtype=self.dtype)
+            else starts[i].new_zeros(starts[i].shape[1:], dtype=dtype)
             for i in range(count)
         ]
-        self.starts = [x.narrow(0, 0, len(blocks_of_steps(self.steps, segment))) for x in starts]
-        self.inputs = _taken(self.body, inputs, self.steps)
-        self.states = [True] * count
 
-    def through(self, of_states: Sequence[Tensor], needed: Sequence[bool], yields: bool = True) -> list[Tensor]:
-        """Gradients of the states before own steps, and of inputs; `yields`: of what they yield too."""
-        of_yields = self.of_yields if yields else {}
-        places = [*of_yields, *(self.yields + i for i in range(len(of_states)))]
+    def through(
+        self, run: StepRun, of_states: Sequence[Tensor], needed: Sequence[bool], yields: bool = True
+    ) -> list[Tensor]:
+        """Gradients of the states before a run, and of inputs; `yields`: of what its steps yield too."""
+        segments = self.runs.segments(run, self.segments)
+        first, blocks = self.runs.starts(run, self.segments), len(blocks_of_steps(run.extent, segments))
+        of_yields = {
+            i: g.narrow(dims.index(TIME), run.local, run.extent)
+            for i, (g, dims) in (self.of_yields if yields else {}).items()
+        }
         return backward(
-            [*of_yields.values(), *of_states], self.starts, self.inputs, self.text, places, needed, self.segment
-        )
+            [*of_yields.values(), *of_states], [x.narrow(0, first, blocks) for x in self.starts],
+            _taken(self.body, self.inputs, run), self.text,
+            [*of_yields, *(self.yields + i for i in range(len(of_states)))], needed, segments,
+        )  # fmt: skip
 
-    def before(self, of_states: Sequence[Tensor], yields: bool = True) -> list[Tensor]:
-        """Gradients of the states before own steps."""
-        if not self.steps:
-            return list(of_states)
-        return self.through(of_states, [*self.states, *(False for _ in self.inputs)], yields)
+    def before(self, run: StepRun, of_states: Sequence[Tensor], yields: bool = True) -> list[Tensor]:
+        """Gradients of the states before a run."""
+        needed = [*(True for _ in self.starts), *(False for _ in self.inputs)]
+        return self.through(run, of_states, needed, yields)
 
 
 def _part_backward(
     grads: list[Tensor], starts: list[Tensor], inputs: list[Tensor], before: list[Tensor], text: str, given: list[int],
-    needed: list[bool], source: str, axes: list[str], segment: int, affine: bool,
+    needed: list[bool], source: str, axes: list[str], segments: list[int], affine: bool,
 ) -> list[Tensor]:  # fmt: skip
-    behind = _Behind(grads, starts, inputs, text, given, source, axes, segment)
-    others = range(behind.ranks - 1, behind.own, -1)
-    of_states = _brought(behind.of_lasts, before, others, len(others) - 1, affine)
-    results = _fake_part_backward(grads, starts, inputs, before, text, given, needed, source, axes, segment, affine)
+    behind = _Behind(grads, starts, inputs, text, given, source, axes, segments)
+    results = _fake_part_backward(grads, starts, inputs, before, text, given, needed, source, axes, segments, affine)
     for y in results:
         y.zero_()
     count = sum(needed[: len(starts)])
-    if not behind.steps:
-        found = [g for g, need in zip(of_states, needed, strict=False) if need]
-    else:
-        found = behind.through(of_states, needed)
-    for place, part in zip(results[:count], found, strict=False):
-        if behind.own == 0:
-            place.copy_(part)
     dims_of = [dims for (_, dims), need in zip(behind.body.inputs, needed[len(starts) :], strict=True) if need]
-    for dims, place, part in zip(dims_of, results[count:], found[count:], strict=False):
-        (place.narrow(dims.index(TIME), 0, behind.steps) if TIME in dims else place).copy_(part)
+    for number, run in behind.runs.of(behind.own):
+        of_states = _brought(behind.of_lasts, before, behind.runs.runs[:number:-1], affine)
+        found = behind.through(run, of_states, needed)
+        if number == 0:
+            for place, part in zip(results[:count], found[:count], strict=True):
+                place.copy_(part)
+        for dims, place, part in zip(dims_of, results[count:], found[count:], strict=True):
+            (place.narrow(dims.index(TIME), run.local, run.extent) if TIME in dims else place).add_(part)
     return results
 
 
 def _fake_part_backward(
     grads: list[Tensor], starts: list[Tensor], inputs: list[Tensor], before: list[Tensor], text: str, given: list[int],
-    needed: list[bool], source: str, axes: list[str], segment: int, affine: bool,
+    needed: list[bool], source: str, axes: list[str], segments: list[int], affine: bool,
 ) -> list[Tensor]:  # fmt: skip
     dtype = wide([*starts, *inputs])
     initial = [x.new_empty(x.shape[1:], dtype=dtype) for x, need in zip(starts, needed, strict=False) if need]
@@ -236,13 +244,14 @@ def _fake_part_backward(
 
 def _turn_backward(
     grads: list[Tensor], starts: list[Tensor], inputs: list[Tensor], before: list[Tensor], text: str, given: list[int],
-    source: str, axes: list[str], segment: int, turn: int,
+    source: str, axes: list[str], segments: list[int], turn: int,
 ) -> list[Tensor]:  # fmt: skip
-    behind = _Behind(grads, starts, inputs, text, given, source, axes, segment)
-    if behind.own != turn:
+    behind = _Behind(grads, starts, inputs, text, given, source, axes, segments)
+    run = behind.runs.runs[turn]
+    if behind.own != run.rank:
         return [torch.zeros_like(g).unsqueeze(0).contiguous() for g in behind.of_lasts]
-    of_states = [x[0] for x in before] if turn < behind.ranks - 1 else behind.of_lasts
-    return [g.unsqueeze(0).clone(memory_format=torch.contiguous_format) for g in behind.before(of_states)]
+    of_states = [x[0] for x in before] if turn < len(behind.runs.runs) - 1 else behind.of_lasts
+    return [g.unsqueeze(0).clone(memory_format=torch.contiguous_format) for g in behind.before(run, of_states)]
 
 
 def _fake_turn_backward(grads: list[Tensor], starts: list[Tensor], inputs: list[Tensor], *_: object) -> list[Tensor]:
@@ -252,23 +261,29 @@ def _fake_turn_backward(grads: list[Tensor], starts: list[Tensor], inputs: list[
 
 def _summary_backward(
     grads: list[Tensor], starts: list[Tensor], inputs: list[Tensor], text: str, given: list[int], source: str,
-    axes: list[str], segment: int,
+    axes: list[str], segments: list[int],
 ) -> list[Tensor]:  # fmt: skip
-    behind = _Behind(grads, starts, inputs, text, given, source, axes, segment)
+    behind = _Behind(grads, starts, inputs, text, given, source, axes, segments)
     zeros = [torch.zeros_like(g) for g in behind.of_lasts]
-    ones = [torch.ones_like(g) for g in zeros]
-    factors = _factors(behind.body, zeros, behind.inputs) if behind.steps else ones
-    if factors is None:  # a slope that depends on the states
-        factors = behind.before(ones, yields=False)
-    return [torch.stack(pair).unsqueeze(0).contiguous() for pair in zip(factors, behind.before(zeros), strict=True)]
+    results = _of_runs(zeros, len(behind.runs.lengths))
+    for _, run in behind.runs.of(behind.own):
+        factors = _factors(behind.body, zeros, _taken(behind.body, inputs, run))
+        if factors is None:  # a slope that depends on the states
+            factors = behind.before(run, [torch.ones_like(g) for g in zeros], yields=False)
+        for y, *pair in zip(results, factors, behind.before(run, zeros), strict=True):
+            y[0, run.place] = torch.stack(pair)
+    return results
 
 
-def _fake_summary_backward(grads: list[Tensor], starts: list[Tensor], inputs: list[Tensor], *_: object) -> list[Tensor]:
-    dtype = wide([*starts, *inputs])
-    return [x.new_empty([1, 2, *x.shape[1:]], dtype=dtype) for x in starts]
+def _fake_summary_backward(
+    grads: list[Tensor], starts: list[Tensor], inputs: list[Tensor], text: str, given: list[int], source: str,
+    axes: list[str], segments: list[int],
+) -> list[Tensor]:  # fmt: skip
+    dtype, places = wide([*starts, *inputs]), len(blocks_of(size_of(source)))
+    return [x.new_empty([1, places, 2, *x.shape[1:]], dtype=dtype) for x in starts]
 
 
-_READ, _LAYOUT = "Tensor[] carried, Tensor[] inputs", "str source, str[] axes, int segment"
+_READ, _LAYOUT = "Tensor[] carried, Tensor[] inputs", "str source, str[] axes, int[] segments"
 _READ_BACK = "Tensor[] grads, Tensor[] starts, Tensor[] inputs"
 SCAN_PART = define(
     f"scan_part({_READ}, Tensor[] before, str body, {_LAYOUT}, bool affine) -> Tensor[]", _part, _fake_part
@@ -291,9 +306,9 @@ SCAN_SUMMARY_BACKWARD = define(
     _summary_backward,
     _fake_summary_backward,
 )
-AXES_READ[SCAN_PART] = lambda carried, inputs, before, body, source, axes, segment, affine: axes
-AXES_READ[SCAN_TURN] = lambda carried, inputs, before, body, source, axes, segment, turn: axes
-AXES_READ[SCAN_SUMMARY] = lambda carried, inputs, body, source, axes, segment: axes
-AXES_READ[SCAN_PART_BACKWARD] = lambda g, s, i, before, body, given, needed, source, axes, segment, affine: axes
-AXES_READ[SCAN_TURN_BACKWARD] = lambda g, s, i, before, body, given, source, axes, segment, turn: axes
-AXES_READ[SCAN_SUMMARY_BACKWARD] = lambda g, s, i, body, given, source, axes, segment: axes
+AXES_READ[SCAN_PART] = lambda carried, inputs, before, body, source, axes, segments, affine: axes
+AXES_READ[SCAN_TURN] = lambda carried, inputs, before, body, source, axes, segments, turn: axes
+AXES_READ[SCAN_SUMMARY] = lambda carried, inputs, body, source, axes, segments: axes
+AXES_READ[SCAN_PART_BACKWARD] = lambda g, s, i, before, body, given, needed, source, axes, segments, affine: axes
+AXES_READ[SCAN_TURN_BACKWARD] = lambda g, s, i, before, body, given, source, axes, segments, turn: axes
+AXES_READ[SCAN_SUMMARY_BACKWARD] = lambda g, s, i, body, given, source, axes, segments: axes

@@ -11,7 +11,7 @@ it, or causal attention reads it, it is a zigzag (`ir.blocks`).
     roll(x, 1, 1)                  roll              ->  shift by -1, in a circle
     cumsum(x, 1), cummax(x, 1)     cumsum            ->  cumulative, and the other way in backward (`prefixes`)
     flip(x, [1])                   flip              ->  mirror
-    scan(h, [x, ...], "h:...")     scan              ->  one in segments, of as many steps as a rank has
+    scan(h, [x, ...], "h:...")     scan              ->  one in segments, of the steps that ranks have
 
 Atoms that ops pass on are one class; a move ties two classes. Of those that are shorter by less than half, each
 element lies where the sequence has it; others stay as they are, and are gathered where they are read. Of a zigzag whose
@@ -34,11 +34,11 @@ from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.scan import SCAN
 from shardc.ir.ops.shift import REGROUP, SHIFT
 from shardc.ir.schema import given
-from shardc.ir.types import Atom, TensorType
+from shardc.ir.types import Atom, Axes, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.atomize import linked_gradients
 from shardc.passes.sharding.balance import worth_a_zigzag
-from shardc.passes.sharding.divide_scans import divide_scans
+from shardc.passes.sharding.divide_scans import divide_scans, scans_along
 from shardc.passes.sharding.named_rows import NAMED, write_named
 from shardc.passes.sharding.prefixes import PREFIXES, unify_prefixes, write_prefixes
 from shardc.passes.sharding.row_moves import (
@@ -71,7 +71,7 @@ class ShardedSequence:
     balanced: bool = True  # may it be a zigzag?
     text: str = ""  # the annotation, for findings
     location: str | None = None
-    chunk: int = 0  # how many of its rows a rank has
+    axes: Axes = ()  # all that shard it
     of_chunks: bool = False  # is it one of the chunks of such a dim?
 
 
@@ -256,13 +256,15 @@ class _Family:
         self._pick()
         write_named(self.graph, self._is_along)
         first = next(iter(self.roots.values()))
-        divide_scans(self.graph, self._is_along, first.chunk or -(-first.length // first.ranks))
+        scans, axes = scans_along(self.graph, self._is_along), first.axes or (first.axis,)
+        divide_scans(self.graph, scans, str(self.base), axes)
         for node, move in self.moves.items():
             node.target, node.args, node.kwargs = SHIFT, move.args, {}
         for node in self.moves:
             _fold(self.graph, node)
         self.graph.erase_dead()
         alive = set(self.graph.fx.nodes)
+        scans = [node for node in scans if node in alive]
         places = {
             root: [p for p in self.classes.places(root) if (p[0] if isinstance(p[0], fx.Node) else p[0][0]) in alive]
             for root in self.lengths
@@ -276,6 +278,7 @@ class _Family:
             why = "" if balanced is not None else f"{self.base} rows are too few for {2 * first.ranks} chunks"
             why = why or self._divided(places)
             if balanced is not None and not why:
+                divide_scans(self.graph, scans, str(balanced), axes)
                 places |= {root: self.classes.places(root) for root in chunks}
                 plain |= chunks
                 atoms = {root: self._atom(balanced, length) for root, length in self.lengths.items()}
@@ -283,6 +286,7 @@ class _Family:
                 why = self._refused(places)
                 if not why and (self.balance == "zigzag" or any(map(self._is_lopsided_along, self._calls(places)))):
                     return "zigzag"
+                divide_scans(self.graph, scans, str(self.base), axes)
             if why and self.balance == "zigzag" and not first.of_chunks:
                 message = f"the rows of {first.text or first.port} are not in zigzag: {why}"
                 self.graph.diagnostics.append(
@@ -295,7 +299,7 @@ class _Family:
         """Chunks are sequences too: what a convolution with a stride yields, and the states of chunks."""
         first = next(iter(self.roots.values()))
         return {
-            root: replace(first, length=n, chunk=0, of_chunks=True)
+            root: replace(first, length=n, of_chunks=True)
             for root, n in self._chunks().items()
             if root not in self.lengths
         }
