@@ -24,7 +24,8 @@ FLOORS: list[dict[str, str]] = [
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
             collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
             group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops
-            ops.accumulate ops.assumed ops.attention ops.attention_keys ops.attention_rows ops.attention_sums
+            ops.accumulate ops.assumed ops.attention ops.attention_heads ops.attention_keys ops.attention_rows
+            ops.attention_sums
             ops.attention_tiles ops.buckets ops.carried_states ops.channel_sums ops.check_index ops.collectives
             ops.context ops.ctc ops.exchange ops.expert_capacity ops.experts ops.fused_attention ops.gathered
             ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.running_sum
@@ -39,9 +40,9 @@ FLOORS: list[dict[str, str]] = [
         """,
         "kernels_triton.ir": "__init__ access_map kernel naming reference row_padding table text",
         "shardc.rules": """
-            __init__ attention attention_keys attention_rows carried_states conv creation ctc embedding experts fft
-            halo indexing linalg local matmul norm notation pick pointwise pool projection random reduction registry
-            scan section shift view window
+            __init__ attention attention_heads attention_keys attention_rows carried_states conv creation ctc embedding
+            experts fft halo indexing linalg local matmul norm notation pick pointwise pool projection random reduction
+            registry scan section shift view window
         """,
         "shardc.schedule": """
             __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
@@ -89,7 +90,8 @@ FLOORS: list[dict[str, str]] = [
         "shardc.passes": """
             __init__ accumulate attention_keys attention_rows base carried_states communication communication.bucket
             communication.causes communication.combine communication.overlap communication.report_gathers context
-            context.attention_times context.divide_attention context.merge_keys context.pack_parts exchanged_rows
+            context.attention_times context.divide_attention context.divided_heads context.merge_keys context.pack_parts
+            exchanged_rows
             fusion fusion.analysis fusion.analysis.access fusion.analysis.constant_values
             fusion.analysis.iteration_space fusion.analysis.space_cache fusion.analysis.traffic
             fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms fusion.clustering.cluster
