@@ -19,7 +19,7 @@ from shardc.passes.type_check import type_faults
 from tests.decoder import DECODER
 from tests.models.test_context import Attention, exact
 
-SMALL: dict[str, Any] = {**DECODER, "hidden_size": 32, "intermediate_size": 24, "vocab_size": 37}
+SMALL: dict[str, Any] = {**DECODER, "intermediate_size": 24, "vocab_size": 37}
 BALANCES = ("none", "zigzag")
 
 
@@ -27,7 +27,8 @@ BALANCES = ("none", "zigzag")
 def model_of(name: str, heads: int = 8, kv: int = 2) -> nn.Module:
     import transformers as hf
 
-    small: dict[str, Any] = {**SMALL, "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 4}
+    sizes = {"hidden_size": 4 * heads, "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 4}
+    small: dict[str, Any] = {**SMALL, **sizes}
     kinds = ["sliding_attention", "full_attention"]
     torch.manual_seed(0)
     match name:
@@ -147,14 +148,35 @@ def test_the_account_is_what_is_sent(heads: int, kv: int, ranks: int) -> None:
     assert stated * 0.7 <= sum(c.bytes_per_rank for c in program.collectives() if c.kind not in of_weights)
 
 
-# ---------------------------------------------------------------------- masks and dropout
+@pytest.mark.parametrize("balance", BALANCES)
+def test_hierarchical(balance: str) -> None:
+    """Heads along the inner axis, in groups, while their keys go round the outer one."""
+    context = {"attention": "hierarchical", "balance": balance}
+    plan = {"mesh": "out=2, in=4", "inputs": {"x": "-, out.in, -"}, "context": context}
+    program = shardc.compile(Attention(8, 2, 4), torch.randn(2, 35, 16), plan=plan)
+    kinds = {(c.kind, c.axes) for c in program.collectives()}
+    assert {("permute", ("out",)), ("all_to_all", ("in",))} <= kinds
+    assert ways(program) == {"hierarchical"}
+    exact(program)
+
+
+def test_auto_takes_groups_of_heads_where_these_cost_least() -> None:
+    """The heads of Qwen3-30B-A3B, 32 and 4, over 8 ranks."""
+    plan = {"mesh": "cp=8", "inputs": {"x": "-, cp, -"}, "hardware": "h200-nvlink"}
+    x = torch.empty(1, 2**14, 16, device="meta", dtype=torch.bfloat16)
+    program = shardc.compile(Attention(32, 4, 128).to("meta", torch.bfloat16), x, plan=plan)
+    assert ways(program) == {"all_to_all"}
+    assert calls(program, REPEAT_HEADS)
+
+
+# ---------------------------------------------------------------------- masks
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("shape", [(2, 1, 18, 18), (2, 8, 18, 18), (8, 1, 18), (18, 18), (2, 1, 1, 18)])
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 @pytest.mark.parametrize(("heads", "kv"), [(8, 2), (8, 1), (8, 8), (8, 4)])
 def test_masks(heads: int, kv: int, kind: torch.dtype, shape: tuple[int, ...], balance: str) -> None:
-    """Of documents, of padding, of heads, with rows that see nothing; also over 5 and 3 ranks, of which some have padding
+    """Of documents, of padding, of heads, with rows that see nothing; of 5 and 3 ranks some have padding
     in place of a head."""
     seen = torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.6
     seen[..., :3] = False
