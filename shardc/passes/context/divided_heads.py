@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -134,7 +134,7 @@ class Groups:
         of_group = (Atom(self.after),) if name not in KEYS and self.after > 1 else ()
         return replace(type, dims=(*type.dims[:dim], (self.groups, *of_group), *type.dims[dim + 1 :]))
 
-    def _operand(self, call: fx.Node, name: str, value: object) -> object:
+    def _operand(self, call: fx.Node, name: str, value: Any) -> Any:
         if name not in (*QUERIES, *KEYS, *SUMS, *MASKS) or not isinstance(value, fx.Node):
             return value
         type = type_of(value)
