@@ -269,6 +269,7 @@ COPIES = frozenset(
         *("_to_copy", "clone", "cat", "stack", "slice", "select", "view", "shardc.accumulate", "shardc.pack"),
         *("shardc.unpack", "shardc.shard_slice", "shardc.slice_blocks", "embedding", "index", "index_select", "gather"),
         *("expand", "repeat", "constant_pad_nd", "slice_scatter", "select_scatter", "shardc.gather_rows"),
+        *("shardc.group_heads", "shardc.ungroup_heads", "shardc.repeat_heads"),
     )
 )
 REDUCTIONS = frozenset(
@@ -277,7 +278,7 @@ REDUCTIONS = frozenset(
         *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
         *("native_batch_norm", "native_batch_norm_backward", "_softmax", "_log_softmax", "_softmax_backward_data"),
         *("_log_softmax_backward_data", "any", "all", "logsumexp", "shardc.sum_of_squares", "embedding_dense_backward"),
-        *("cumsum", "nll_loss_forward"),
+        *("cumsum", "nll_loss_forward", "shardc.sum_heads"),
     )
 )
 ATTENTION = frozenset(

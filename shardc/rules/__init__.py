@@ -3,6 +3,7 @@
 # Rule modules first: each registers its ops as it is imported.
 from shardc.rules import (
     attention,
+    attention_heads,
     carried_states,
     conv,
     creation,
@@ -33,6 +34,7 @@ __all__ = [
     "OpRule",
     "all_rules",
     "attention",
+    "attention_heads",
     "carried_states",
     "conv",
     "creation",

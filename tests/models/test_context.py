@@ -141,17 +141,14 @@ def test_hierarchical(name: str, length: int) -> None:
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("length", [16, 18])
 def test_two_axes_divide_two_factors_of_the_heads(length: int, balance: str) -> None:
-    """Two heads of keys along the first, two query heads of each along the second, where keys are gathered."""
+    """Two heads of keys, of which each goes to two ranks; nothing is gathered."""
     context = {"attention": "all_to_all", "balance": balance}
     plan = {"mesh": "out=2, in=2", "inputs": {"x": "-, out.in, -"}, "context": context}
     program = shardc.compile(Attention(4, 2, 4), torch.randn(2, length, 16), plan=plan)
     exact(program)
-    sent = [(c.kind, c.axes, c.bytes_per_rank) for c in program.collectives() if c.phase == "fwd"][:6]
-    keys = 2 * 2 * -(-length // 4) * 4 * 4  # of a rank: batch, heads, rows, width, bytes
-    assert sent.count(("all_gather", ("in",), keys)) == 2
-    assert {(kind, axes) for kind, axes, _ in sent} == {
-        ("all_to_all", ("in",)), ("all_to_all", ("out",)), ("all_gather", ("in",)),
-    }  # fmt: skip
+    sent = [(c.kind, c.axes) for c in program.collectives() if c.phase == "fwd"][:8]
+    assert sent.count(("all_to_all", ("in",))) == 4
+    assert sent.count(("all_to_all", ("out",))) == 4
 
 
 @pytest.mark.sampled(6)
@@ -279,7 +276,7 @@ def test_auto_takes_what_was_measured_to_be_fastest(machine: str) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "heads", "why"),
-    [("all_to_all", 3, "the heads of a rank, 3, do not divide by 2"), ("hierarchical", 4, "")],
+    [("all_to_all", 1, "the heads of a rank, 1, are too few for 2"), ("hierarchical", 4, "")],
 )
 def test_what_cannot_be_is_said(strategy: str, heads: int, why: str) -> None:
     plan = {"mesh": "cp=2", "inputs": {"x": "-, cp, -"}, "context": strategy}

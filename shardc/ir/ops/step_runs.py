@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from shardc.ir.blocks import Blocks, blocks_of, local_size
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.running_sum import runs_of_ranks
+from shardc.ir.ops.cumulative import runs_of_ranks
 from shardc.ir.ops.scan import blocks_of_steps
 from shardc.ir.ops.shift import size_of
 

@@ -27,6 +27,7 @@ from shardc.ir.ops.attention_sums import wide
 from shardc.ir.ops.attention_tiles import Tile, pairs, square, tiles
 from shardc.ir.ops.local import Run
 from shardc.ir.types import Axes, TensorType
+from shardc.passes.context.divided_heads import Heads
 from shardc.rules.attention_rows import implied, rows_text
 
 BACKWARD = 2.5  # products of backward for each of forward
@@ -177,20 +178,22 @@ class Times:
             total += step(0, True) + (self._memory(q * more + values * more) if shares else 0.0)
         return total - self.own_share
 
-    def heads(self, axes: Axes, of_keys: int, products: bool) -> float:
+    def heads(self, axes: Axes, heads: Heads, products: bool) -> float:
         """q, k, v and the result are sent, in backward their gradients and the result once more, each packed and laid
-        out; of keys that `of_keys` ranks divide, the rest is gathered. `products`: with those of the call, which has
-        the rows of all ranks."""
+        out; keys that are not divided are gathered. `products`: with those of the call, which has the rows of all
+        ranks."""
         size = self.mesh.size(axes)
         both = 2 if self.backward else 1
-        turned = [self.share(self.q)] * both + [self.share(self.o)] * (both + self.backward)
-        gathered = size // of_keys
-        if of_keys > 1:
-            turned += [gathered * self.share(type) for type in (self.k, self.v)] * both
+        held = size * heads.queries
+        turned = [held * self.share(self.q)] * both + [held * self.share(self.o)] * (both + self.backward)
+        if not heads.gathers:
+            turned += [size * heads.keys * self.share(type) for type in (self.k, self.v)] * both
         total = sum(self._moved("all_to_all", each, axes) + self._memory(4 * each) for each in turned)
-        if gathered > 1:
+        if heads.times > 1:  # heads of keys are copied, and the gradients of copies summed
+            total += both * self._memory((1 + size * heads.keys) * self.keys)
+        if heads.gathers:
             for kind in ("all_gather", "all_gather", "reduce_scatter")[: 3 if self.backward else 1]:
-                whole = gathered * self.keys / 2
+                whole = size * self.keys / 2
                 total += 2 * (self._moved(kind, whole, axes) + self._memory(2 * whole))
         mask = self.args["mask"]
         if isinstance(mask, fx.Node) and {*type_of(mask).axes} & {*axes}:
@@ -200,7 +203,7 @@ class Times:
             rows, keys = Run(0, self.q.shape[-2], 0), Run(0, self.k.shape[-2], 0)
             todo = tiles([rows], [keys], self.args["causal"], self.window)
             for backward in (False, True)[: 1 + self.backward]:
-                total += self._computed(todo, self._heads() / size, backward)
+                total += self._computed(todo, self._heads() * heads.queries, backward)
                 total += self._put_together(todo, backward) / size
             total -= self.own_share
         return total

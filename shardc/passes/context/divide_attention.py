@@ -27,7 +27,7 @@ from torch import fx
 from shardc.ir.blocks import Blocks
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import Diagnostic
-from shardc.ir.graph import Graph, info, results, type_of, update
+from shardc.ir.graph import Graph, info, results, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
@@ -41,9 +41,10 @@ from shardc.ir.ops.attention_rows import (
 )
 from shardc.ir.ops.attention_sums import wide
 from shardc.ir.schema import given
-from shardc.ir.types import Axes, TensorType
+from shardc.ir.types import Axes
 from shardc.passes.base import Pass
 from shardc.passes.context.attention_times import Times
+from shardc.passes.context.divided_heads import Groups, divided, wish
 from shardc.rules.attention_rows import keys_are_rows, rows_text
 from shardc.rules.projection import project
 
@@ -185,19 +186,20 @@ class Ways:
         return ""
 
     def _heads(self, axes: Axes, name: str) -> Cost:
-        pieces, size, share = self._pieces(axes), self.mesh.size(axes), self.times.share
-        of_keys = self.mesh.size(self._of_keys(pieces))
+        size, share = self.mesh.size(axes), self.times.share
+        heads = divided(self.node, axes, self.mesh)
+        if heads is None:
+            count = math.prod(atom.local(self.mesh) for atom in self.q.dims[-3]) if self.q.ndim > 2 else 1
+            return Cost(name, 0, 0, f"the heads of a rank, {count}, are too few for {size}")
         # Backward sends the result a second time, for the gradient of the weight that it meets, and gradients.
         moved = 2 * (share(self.q) + share(self.o)) + share(self.o)
-        sent, gathered = moved * (size - 1) // size, size // of_keys
-        sent += 3 * (gathered - 1) * self.times.keys + 2 * gathered * self.times.keys * (of_keys - 1) // of_keys
+        sent = moved * heads.queries * (size - 1)
+        sent += (3 if heads.gathers else 2 * heads.keys) * self.times.keys * (size - 1)
         mask = self.args["mask"]
         if mask is not None and {*type_of(mask).axes} & {*axes}:
             sent += 2 * (size - 1) * type_of(mask).local_bytes(self.mesh)
-        count = math.prod(atom.local(self.mesh) for atom in self.q.dims[-3]) if self.q.ndim > 2 else 1
-        why = "" if pieces else f"the heads of a rank, {count}, do not divide by {size}"
-        seconds = self.times.heads(axes, of_keys, products=axes == self.axes)
-        return Cost(name, sent if self.backward else sent // 2, _micro(seconds), why)
+        seconds = self.times.heads(axes, heads, products=axes == self.axes)
+        return Cost(name, round(sent if self.backward else sent / 2), _micro(seconds))
 
     def _mixed(self) -> Cost:
         if len(self.axes) == 1:
@@ -206,38 +208,6 @@ class Ways:
         heads, ring = self._heads(inner, "hierarchical"), self._ring(outer, "hierarchical", self.mesh.size(inner))
         return Cost("hierarchical", heads.sent + ring.sent, heads.waits + ring.waits, heads.why or ring.why)
 
-    # ------------------------------------------------------------------ heads
-    def _pieces(self, axes: Axes) -> dict[int, Axes]:
-        """The pieces of heads that axes can divide evenly, and which axes: key-value heads, or the query heads of each,
-        or, by the first axes and by the others, both. None if they cannot."""
-        if self.q.ndim < 3:
-            return {}
-        projection = project(self.node)
-
-        def pieces(operand: int, type: TensorType) -> list[tuple[int, int]]:
-            before = sum(len(dim) for dim in type.dims[:-3])
-            found = projection.operands[operand][before : before + len(type.dims[-3])]
-            return [(p, atom.local(self.mesh)) for p, atom in zip(found, type.dims[-3], strict=True)]
-
-        counts = dict([*pieces(1, self.k), *pieces(0, self.q)])  # key-value heads first
-        blocked = {p for p in counts if p in projection.blocked or isinstance(projection.sizes[p], Blocks)}
-        free = {p: count for p, count in counts.items() if p not in blocked}
-        alone = {p: axes for p, count in free.items() if count % self.mesh.size(axes) == 0}
-        of_keys = projection.operands[1]
-        if not any(p in of_keys for p in alone):  # the first axes by key-value heads, so that fewer keys are gathered
-            found: dict[int, Axes] = {}
-            left = axes
-            for p, count in free.items():
-                if fits := [n for n in range(1, len(left) + 1) if count % self.mesh.size(left[:n]) == 0]:
-                    found[p], left = left[: fits[-1]], left[fits[-1] :]
-            if not left:
-                return found
-        return dict([*alone.items()][:1])
-
-    def _of_keys(self, pieces: dict[int, Axes]) -> Axes:
-        """The axes that divide key-value heads; along the others keys are gathered."""
-        return tuple(axis for p, axes in pieces.items() if p in project(self.node).operands[1] for axis in axes)
-
     # ------------------------------------------------------------------ what is done
     def take(self, strategy: str) -> None:
         """Say of the call and of its backward that they go this way."""
@@ -245,7 +215,11 @@ class Ways:
         if strategy == "all_gather":
             return
         ring = strategy in ("ring", "hierarchical")
+        way = divided(self.node, heads, self.mesh) if heads else None
+        groups = Groups(self.graph, self.node, way.times) if way is not None and way.times > 1 else None
         for call in (self.node, *self.backward):
+            if groups is not None:
+                groups.write(call)
             forward = call is self.node
             known = given(call)
             told, window = [v for name, v in known.items() if name != "window"], known.get("window")
@@ -254,14 +228,12 @@ class Ways:
             else:
                 call.target = SDPA_HEADS if forward else SDPA_HEADS_BWD
             call.args = (*told, list(heads), *([window] if window else []))
-        divided = self._pieces(heads) if heads else {}
-        value = self.lse if self.lse is not None else self.first
-        if divided and value is not None:
-            projection, type = project(self.node), type_of(value)
-            pieces = projection.results[0 if value is self.first else 1]
-            lies = [tuple(axis for axis in axes if axis not in heads) for axes in type.placement]
-            placement = [(*axes, *divided.get(p, ())) for p, axes in zip(pieces, lies, strict=True)]
-            update(value, type=type.place(placement))
+        if groups is not None:
+            groups.drop_unread()
+        value, which = (self.lse, 1) if self.lse is not None else (self.first, 0)
+        if value is not None and (way := divided(self.node, heads, self.mesh) if heads else None):
+            # The axis that leaves rows first is the first to divide heads: no step of a reshard is a gather.
+            wish(value, project(self.node).results[which], way.piece, heads[::-1])
 
 
 def _copied(size: int) -> bool:
