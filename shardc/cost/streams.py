@@ -146,7 +146,7 @@ class _Streams:
         """The host issues a call's kernels: when the first of them may start."""
         timed = self.timed
         seconds = max(self.hardware.call_seconds, self.launch * launches)
-        first = timed.host + seconds - self.launch * (launches - 1)
+        first = timed.host + max(self.launch, self.hardware.call_seconds - self.launch * (launches - 1))
         timed.host += seconds
         timed.launches += launches
         return first
