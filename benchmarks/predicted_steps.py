@@ -27,8 +27,12 @@ from torch import fx
 
 import shardc
 from benchmarks.measured_models import SIZES
+from benchmarks.torch_pipeline import Work, step_seconds
 from shardc.cost.prediction import Prediction
 from shardc.ir.graph import Graph, ValueInfo, info, op_name, operands
+from shardc.ir.hardware import Group, Hardware
+from shardc.plan.hardware import hardware
+from shardc.schedule.instructions import Backward, Forward, Send
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
 HARDWARE = "h200-nvlink"
@@ -43,6 +47,7 @@ LEFT_OUT = {
     "torch-pp-InterleavedZeroBubble": "the same",
     "megatron-core-pp": "waits for the host: 2.5 times as long as torch's with the same schedule",
 }
+ADAMW = 0.854  # torch's fused AdamW, over GPT-2's parameters, by the speed of ours: README.md
 MEAN = ("mul.Tensor", "div.Tensor", "mul.Scalar", "div.Scalar", "_to_copy")
 HOST_BOUND = "Python launches collectives slower than the GPU runs them"
 
@@ -136,10 +141,63 @@ def predictions(only: str = "") -> Iterator[tuple[Run, Prediction]]:
 
 
 def prediction_of(run: Run) -> Prediction:
-    program = compiled(run)
+    return predicted(run, compiled(run))
+
+
+def predicted(run: Run, program: shardc.Program) -> Prediction:
+    """The prediction of a program of ours, changed by what torch runs otherwise (`torchs_terms`)."""
     if program.pipelined is not None:
         program = replace(program, pipelined=program.pipelined.transformed(with_narrow_sums))
-    return program.predict(HARDWARE)
+    machine = hardware(HARDWARE).changed({"call_seconds": 0.0})  # that is of our runtime
+    found = program.predict(machine)
+    if "Interleaved" in run.row["peer"]:
+        return replace(found, step_ms=_in_one_queue(program, found, machine))
+    return replace(found, step_ms=found.step_ms + sum(torchs_terms(run, found, machine).values()))
+
+
+def torchs_terms(run: Run, found: Prediction, machine: Hardware) -> dict[str, float]:
+    """Milliseconds of what torch copies on the compute stream and our program does not, and of its slower AdamW.
+
+    FSDP2 copies what it has gathered out of a flat buffer, of a block before forward and before backward, of what is in
+    no block once, and gradients into one before they are scattered (`torch.distributed.fsdp._fully_shard`). DDP copies
+    gradients into its buckets, as ours does, and back.
+    """
+    terms: dict[str, float] = {}
+    size = SIZES[run.row["config"]]
+    with torch.device("meta"):
+        model = size.model()
+    moved = {name: 2 * p.numel() * p.element_size() for name, p in model.named_parameters()}
+    groups = [sum(n for name, n in moved.items() if name.startswith(f"blocks.{k}.")) for k in range(size.layers)]
+    rest = sum(moved.values()) - sum(groups)
+    if run.row["peer"] == "torch-fsdp":
+        copies = [*groups * 3, rest, rest]
+        terms["flat buffers"] = 1e3 * sum(map(machine.memory_seconds, copies))
+    if run.row["peer"] == "torch-ddp":
+        terms["buckets"] = 1e3 * machine.memory_seconds(sum(moved.values()))
+    if run.row.get("opt"):
+        updates = sum(time.ms for time in found.calls if time.call.startswith("opt."))
+        terms["AdamW"] = updates * (1 / ADAMW - 1)
+    return terms
+
+
+def _in_one_queue(program: shardc.Program, found: Prediction, machine: Hardware) -> float:
+    """Milliseconds of a pipeline whose ranks have one queue of transfers each, as torch's."""
+    assert program.pipelined is not None
+    assert found.costs is not None
+    lists = program.pipelined.lists.ranks
+    orders = [
+        [Work(isinstance(i, Backward), i.stage, i.microbatch) for i in ours if isinstance(i, (Forward, Backward))]
+        for ours in lists
+    ]
+    stages = found.costs.stages
+
+    def seconds(work: Work) -> float:
+        cost = stages[work.stage]
+        return (cost.backward or cost.dgrad + cost.wgrad) if work.backward else cost.forward
+
+    sends = [i for ours in lists for i in ours if isinstance(i, Send)]
+    transfer = machine.collective_seconds("send", max(i.bytes for i in sends), Group((2,)), graph=True)
+    return 1e3 * step_seconds(orders, seconds, transfer)
 
 
 def with_narrow_sums(graph: Graph) -> Graph:

@@ -21,7 +21,11 @@ from typing import Any, Literal
 
 from torch import fx
 
+from kernels_triton.codegen.schedules import column_sums
+from kernels_triton.generated.op import FUSED
+from kernels_triton.ir.kernel import Kernel
 from kernels_triton.match.op import kernel_of
+from shardc.cost.cache import Cache
 from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, node_flops
 from shardc.ir.collectives import Collective, collective
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
@@ -76,10 +80,34 @@ class _Costs:
         self.hardware = hardware.on(mesh)
         self.layouts: Layouts = layouts(graph)
         self.unread = unread_bytes(graph)
+        rate = self.hardware.tables.cache
+        self.cache = None if rate is None else Cache(rate.bytes)
+        self.cached = 0  # bytes of the call at hand that the cache has
         self._twice = {frozenset(axes) for axes in axes_used_twice(graph)}
 
     def all(self) -> dict[fx.Node, CallCost]:
-        return {node: self.of(node) for node in self.graph.calls()}
+        costs: dict[fx.Node, CallCost] = {}
+        for node in self.graph.calls():
+            if self.cache is not None:
+                self.cached = self._use(node, self.cache)
+            costs[node] = self.of(node)
+        return costs
+
+    def _use(self, node: fx.Node, cache: Cache) -> int:
+        """The bytes of a call's operands that the cache has. It has them and the results afterwards; those have to be
+        written to memory, too."""
+        storage_of, cached = self.layouts.storages, 0
+        for value in dict.fromkeys(operands(node)):
+            key, size = storage_of[value].value, self._bytes(value)
+            cached += size if cache.holds(key) else 0
+            cache.use(key, size)
+        for value, _ in yields(node):
+            if storage_of[value].value is value and (size := self._bytes(value)):
+                cache.use(value, size)
+        return cached
+
+    def _moving(self, size: float) -> float:
+        return self.hardware.memory_seconds(size, cached=self.cached)
 
     def of(self, node: fx.Node) -> CallCost:
         if (moved := collective(self.graph, node)) is not None:
@@ -96,11 +124,30 @@ class _Costs:
             return NOTHING
         size = made + self.unread.get(node, 0)
         if (kernel := kernel_of(node.target, node.args)) is not None:
-            return CallCost("fused", self.hardware.memory_seconds(kernel.bytes_moved))
+            return self._fused(kernel, looped=node.target is FUSED and kernel.cols > REGISTER_COLS)
         packet = name if name.startswith("shardc.") else name.partition(".")[0]
         kind: Kind = "copy" if packet in COPIES else "reduction" if packet in REDUCTIONS else "elementwise"
         size += self._read(node, name, packet, made)
-        return CallCost(kind, self.hardware.memory_seconds(size), LAUNCHES.get(packet, 1))
+        share = WIDENING if self._widens(node, packet) else SHARES.get(packet, 1.0)
+        return CallCost(kind, self._moving(size) / share, LAUNCHES.get(packet, 1))
+
+    def _fused(self, kernel: Kernel, *, looped: bool) -> CallCost:
+        """What it reads and writes; `looped` rows once more for each of their reductions but the first. Sums over rows
+        are written by every program, and added up by a second kernel."""
+        size = kernel.bytes_moved
+        if looped and (again := max(kernel.level) - 1) > 0:
+            size += again * (size - sum(math.prod(out.shape) * out.dtype.itemsize for out in kernel.outputs))
+        seconds, products = self._moving(size), self.hardware.tables.products
+        sums = len(column_sums(kernel))
+        if not (sums and products) or kernel.rows <= (programs := 2 * products[0].units):
+            return CallCost("fused", seconds)
+        lines = self.hardware.memory_seconds(2 * programs * kernel.cols * sums * 4)  # written, and read
+        return CallCost("fused", seconds + lines, 2)
+
+    def _widens(self, node: fx.Node, packet: str) -> bool:
+        """A cast to a wider dtype."""
+        read = operands(node)
+        return packet == "_to_copy" and bool(read) and type_of(read[0]).dtype.itemsize < type_of(node).dtype.itemsize
 
     # ------------------------------------------------------------------ bytes
     def _operand(self, value: fx.Node) -> Operand:
@@ -236,6 +283,11 @@ ROW_HELD = {  # rows that are no longer are read once and held
     "_softmax_backward_data": 1024,
     "_log_softmax_backward_data": 1024,
 }
+# Op -> the share of the memory's rate that ATen's kernel reaches, and that of a cast to a wider dtype: measured on an
+# H200 (benchmarks/README.md).
+SHARES: Mapping[str, float] = {"sum": 0.65}
+WIDENING = 0.6
+REGISTER_COLS = 16384  # a generated kernel reads longer rows once for each reduction
 # op -> the argument of which only what becomes the result is read
 SELECTED: Mapping[str, str] = {
     "embedding": "weight",

@@ -1,6 +1,7 @@
 """A graph on the streams of one rank: when each call runs, from the seconds of the calls and the executor's order.
 
-    host     issues one kernel after another, `kernel_launch_seconds` each; it runs ahead, and waits for nothing
+    host     issues one call after another: `kernel_launch_seconds` a kernel, `call_seconds` a call at the least, views
+             too; it runs ahead, and waits for nothing
     compute  all kernels but the collectives', one after another, `kernel_gap_seconds` between two
     tp, dp   the collectives of a process group, one after another
 
@@ -144,8 +145,9 @@ class _Streams:
     def _issue(self, launches: int) -> float:
         """The host issues a call's kernels: when the first of them may start."""
         timed = self.timed
-        first = timed.host + self.launch
-        timed.host += self.launch * launches
+        seconds = max(self.hardware.call_seconds, self.launch * launches)
+        first = timed.host + max(self.launch, self.hardware.call_seconds - self.launch * (launches - 1))
+        timed.host += seconds
         timed.launches += launches
         return first
 
@@ -169,9 +171,10 @@ class _Streams:
     def _kernel(
         self, node: fx.Node, kind: Kind, seconds: float, launches: int, microbatch: int, suffix: str = ""
     ) -> None:
-        if not launches:
-            return
         timed = self.timed
+        if not launches:
+            timed.host += self.hardware.call_seconds
+            return
         gap = self.gap if timed.launches else 0.0
         free, issued = self.free[COMPUTE] + gap, self._issue(launches)
         start, gaps = max(free, issued), self.gap * (launches - 1)
@@ -190,7 +193,7 @@ class _Streams:
         if cost.before:
             self._kernel(node, "copy", cost.before, 1, microbatch, ".before")
         timed, about = self.timed, info(node)
-        timed.host += cost.issuing
+        timed.host += max(cost.issuing, self.hardware.call_seconds)
         timed.launches += 1
         ready = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0))
         start = max(ready, timed.host)

@@ -102,6 +102,14 @@ class Power(Table):
         return max(1 / self.most, 1 / self.sustained - self.relief * others / products)
 
 
+class CacheRate(Table):
+    """The last-level cache: how many bytes of tensors it holds, and the seconds of an elementwise kernel whose operands
+    and results it holds."""
+
+    bytes: Annotated[int, Field(ge=1, le=2**40)]
+    seconds: Points
+
+
 class Tables(Table):
     """What refines the quantities. Of two entries of `products` or `attention` for a dtype the first counts; `memory`
     has the seconds of an elementwise kernel by the bytes that it reads and writes; `links` begin inside the node."""
@@ -109,6 +117,7 @@ class Tables(Table):
     products: tuple[ProductRate, ...] = ()
     attention: tuple[AttentionRate, ...] = ()
     memory: Points | None = None
+    cache: CacheRate | None = None
     links: tuple[Level, ...] = ()
     contention: Contention = Contention()
     power: Power = Power()
@@ -123,7 +132,7 @@ class Tables(Table):
             limit = {"power": Power()} if quantity == "bf16_flops_per_second" else {}
             return self.model_copy(update=rates | limit)
         if quantity == "memory_bytes_per_second":
-            return self.model_copy(update={"memory": None})
+            return self.model_copy(update={"memory": None, "cache": None})
         levels = {
             "link_bytes_per_second": slice(0, 1),
             "network_bytes_per_second": slice(1, None),
@@ -151,7 +160,8 @@ class Hardware:
     divides by. `link_bytes_per_second` is what an accelerator sends inside its node, `network_bytes_per_second` what it
     sends to other nodes. `collective_start_seconds` passes before a collective moves its
     first byte. `kernel_launch_seconds` is the time of the CPU for one launch,
-    `kernel_gap_seconds` that of the accelerator between two kernels. `bucket_bytes` are those of a full bucket.
+    `kernel_gap_seconds` that of the accelerator between two kernels, `call_seconds` what a call of a program takes the
+    CPU at the least, whatever it launches. `bucket_bytes` are those of a full bucket.
     `storage_bytes_per_second` is what an accelerator writes to, or reads from, the checkpoints' storage while all do.
     Products whose rows are no multiples of `row_alignment_bytes` take `unaligned_slowdown` times as long at the least.
     """
@@ -167,6 +177,7 @@ class Hardware:
     collective_start_seconds: float = _delay(20e-6)
     kernel_launch_seconds: float = _delay(5e-6)
     kernel_gap_seconds: float = _delay(1.05e-6)
+    call_seconds: float = dataclasses.field(default=0.0, metadata={"range": Range(0, 1.0)})
     storage_bytes_per_second: float = _rate(1.25e8)
     bucket_bytes: int = _whole(25 * 2**20, 1, 2**40)
     row_alignment_bytes: int = _whole(16, 2, 256, binary=True)
@@ -305,9 +316,13 @@ class Hardware:
                 return slowdown * rate.seconds(flops, sequence, width)
         return slowdown * self.bf16_flops(flops, dtype) / self.bf16_flops_per_second
 
-    def memory_seconds(self, size: float, *, contended: bool = False) -> float:
-        """A kernel that reads and writes so many bytes."""
+    def memory_seconds(self, size: float, *, cached: float = 0.0, contended: bool = False) -> float:
+        """A kernel that reads and writes so many bytes, of which the last-level cache has `cached`."""
         slowdown = self.tables.contention.memory if contended else 1.0
+        if cached and self.tables.cache is not None:
+            quick = seconds_at(self.tables.cache.seconds, min(size, cached))
+            left = self.memory_seconds(size - cached) - self.memory_seconds(0) if size > cached else 0.0
+            return slowdown * (quick + left)
         if self.tables.memory is not None:
             return slowdown * seconds_at(self.tables.memory, size)
         return slowdown * size / self.memory_bytes_per_second

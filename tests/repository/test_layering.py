@@ -78,7 +78,7 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.match": "__init__ algebra launcher match op pattern run source table variants",
     },
     {
-        "shardc.cost": "__init__ call_seconds failures flops memory prediction prediction_trace profile streams",
+        "shardc.cost": "__init__ cache call_seconds failures flops memory prediction prediction_trace profile streams",
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
