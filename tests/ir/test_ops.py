@@ -266,7 +266,9 @@ def test_every_collective_is_known_to_the_simulator() -> None:
     reading += ("mean_anew", "shift_positions", "shift_rows", "shift_join", "sdpa_rows", "sdpa_rows_bwd")
     reading += ("sdpa_part", "sdpa_part_bwd", "scan_part", "scan_part_backward", "scan_summary")
     reading += ("scan_summary_backward", "scan_turn", "scan_turn_backward")
-    reading += ("part_sums", "part_totals", "sums_behind", "reach_rows", "reach_sum", "pick_rows", "place_rows")
-    reading += ("chunk_totals", "states_behind")
+    reading += ("reach_rows", "reach_sum", "pick_rows", "place_rows")
+    reading += ("chunk_totals", "states_behind", "take_rows", "add_rows", "run_extremes", "extreme_of_runs")
+    reading += ("cumulative_part", "cumulative_totals", "cumulative_extreme_part", "extreme_totals")
+    reading += ("extreme_gradient_part", "extreme_spills")
     reading += tuple(f"scan_{what}{way}" for what in ("part", "summary", "turn") for way in ("", "_backward"))
     assert set(local.AXES_READ) == {getattr(OPS, name).default for name in reading}
