@@ -240,7 +240,9 @@ class _Causes:
         return 1
 
     def small_kernels(self) -> None:
-        free = dataclasses.replace(self.hardware, kernel_launch_seconds=DELAY, kernel_gap_seconds=DELAY)
+        free = dataclasses.replace(
+            self.hardware, kernel_launch_seconds=DELAY, kernel_gap_seconds=DELAY, call_seconds=0.0
+        )
         other, p, body = self.predict(self.staged, free), self.predicted, self.staged.body
         without = "with kernels that cost nothing to start"
         products = [node for node in body.calls() if op_name(node.target) in PRODUCTS]
