@@ -44,6 +44,7 @@ def call_costs(analysis: StepAnalysis, hardware: Hardware = DEFAULT, mesh: Mesh 
             seconds = max(seconds, hardware.memory_seconds(sum(map(analysis.bytes_of, touched))))
         elif cost.kind == "collective":
             seconds -= latency
+        seconds = max(seconds, hardware.call_seconds)  # of small calls the host takes longer to issue one
         costs[call] = seconds * hardware.bf16_flops_per_second
     return costs
 
