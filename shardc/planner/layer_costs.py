@@ -11,8 +11,9 @@ Gradients, casts of weights and what is reduced once a step are left to `step_co
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from torch import fx
@@ -187,7 +188,9 @@ class _Reader:
         """Of the first microbatch: what passes on the compute stream from the end of one call to that of the next."""
         named = {info(call).name: call for call in self.calls}
         last = 0.0
-        for span in run(self.body, self.costs, self.hardware).spans:
+        spans = run(self.body, self.costs, self.hardware).spans
+        sending = Covered((span.start, span.end) for span in spans if span.stream != COMPUTE)
+        for span in spans:
             if span.microbatch != 0 or span.stream != COMPUTE:
                 continue
             call = named.get(span.name) or named[span.name.rpartition(".")[0]]
@@ -200,7 +203,7 @@ class _Reader:
                 if "wgrad" in str(call.target):
                     part.late += seconds
             part.recomputed += seconds if about.is_recomputed else 0.0
-            part.sent += max(0.0, seconds - (span.end - span.start))
+            part.sent += sending.between(span.end - seconds, span.start)  # else it waits for the host
 
     def _count(self, call: fx.Node, cost: CallCost) -> None:
         part = self.parts[self.part_of[call]]
@@ -261,3 +264,26 @@ class _Reader:
                 ):
                     size += type_of(call).local_bytes(self.body.mesh)
             self.parts[first].boundary = self.parts[second].boundary = size
+
+
+class Covered:
+    """The time that spans cover, once where several do."""
+
+    def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+        for start, end in sorted(spans):
+            if self._ends and start <= self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+
+    def between(self, start: float, end: float) -> float:
+        """How much of the time from one moment to another."""
+        first, found = bisect_right(self._ends, start), 0.0
+        for begin, until in zip(self._starts[first:], self._ends[first:], strict=True):
+            if begin >= end:
+                break
+            found += min(until, end) - max(begin, start)
+        return found
