@@ -212,3 +212,21 @@ def test_products_run_while_attention_exchanges(strategy: str) -> None:
     assert found == COVERED[strategy]
     report = compiled.verify()
     assert report.ok, str(report)
+
+
+def test_layers_that_are_computed_again_among_the_calls_of_others() -> None:
+    """What one layer's placing moved is where it is for the next one."""
+    config = T.LlamaConfig(**{**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 2}, num_labels=3)
+    tokens = torch.randint(3, 64, (4, 16))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.tensor([0, 1, 2, 1])}
+    params = {f"**.{name}_proj.weight": "tp, -" for name in "qkv"}
+    params |= {"**.o_proj.weight": "-, tp", "**.down_proj.weight": "-, tp"}
+    plan = {
+        "mesh": "cp=2, tp=2",
+        "inputs": dict.fromkeys(("input_ids", "attention_mask"), "-, cp"),
+        "params": params,
+        "activations": {"**.o_proj": "-, cp.tp, -", "**.down_proj": "-, cp.tp, -"},
+        "recompute": {"budget": 4000},
+    }
+    report = shardc.compile(T.LlamaForSequenceClassification(config), batch, plan=plan).verify()
+    assert report.ok, str(report)

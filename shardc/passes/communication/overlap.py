@@ -60,19 +60,14 @@ class Overlap(Pass):
         if not _exchanges(graph):
             return graph
         graph = graph.copy()
-        calls = list(graph.calls())
-        exchanges = _exchanges(graph)
-        position = {node: index for index, node in enumerate(calls)}
         regions: dict[tuple[str, str], list[fx.Node]] = {}
-        for node in exchanges:
+        for node in _exchanges(graph):
             regions.setdefault(_region(node), []).append(node)
-        members: dict[tuple[str, str], list[int]] = {region: [] for region in regions}
-        for node, index in position.items():
-            if (region := _region(node)) in members:
-                members[region].append(index)
-        for region, moved in regions.items():
-            span = calls[min(members[region]) : max(members[region]) + 1]
-            _Layer(graph, self.hardware.on(graph.mesh), region, span, moved).cover(moved)
+        for region, exchanges in regions.items():
+            calls = list(graph.calls())  # a layer that is computed again stands among the calls of others, which moved
+            members = [index for index, node in enumerate(calls) if _region(node) == region]
+            span = calls[members[0] : members[-1] + 1]
+            _Layer(graph, self.hardware.on(graph.mesh), region, span, exchanges).cover(exchanges)
         return graph
 
 
