@@ -70,7 +70,7 @@ class SpreadTaps(Pass):
                 unfold(graph, node, lengths)
             elif node.target is aten.sum.dim_IntList:
                 self._sum(node)
-        separate_chunks(graph, self.ports)
+        separate_chunks(graph, self.ports, turned)
         join_rows(graph, self.lengths)
         graph.erase_dead()
         return graph
