@@ -166,8 +166,8 @@ class _Sequences:
         """Rows that lie in chunks elsewhere, as those that windows read (`strided_taps`): both dims."""
         for node in self.graph.calls():
             if node.target is REGROUP:
-                ends = (given(node)["x"], given(node)["dim"]), (node, given(node)["dim"])
-                yield ends[::-1] if given(node)["join"] else ends
+                x, dim = given(node)["x"], given(node)["dim"]
+                yield ((node, dim), (x, dim)) if given(node)["join"] else ((x, dim), (node, dim))
 
     def split_rolls(self) -> None:
         """A roll of rows and of something else, as one after the other."""
