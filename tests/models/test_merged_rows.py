@@ -60,6 +60,10 @@ def spread(x: Tensor) -> Tensor:
     return x[:, :, None].expand(-1, -1, 2, -1).flatten(1, 2)
 
 
+def by_four(x: Tensor) -> Tensor:
+    return x.unflatten(1, (-1, 4)).mean(2)
+
+
 Function = Callable[[Pyramid, Tensor], Tensor]
 FUNCTIONS: dict[str, Function] = {
     "both ways": lambda m, x: m.attend(m.merge(m.merge(x), 1), 0, causal=False),
@@ -68,6 +72,9 @@ FUNCTIONS: dict[str, Function] = {
     "as Swin": lambda m, x: m.attend(m.merge_as_swin(m.merge_as_swin(x), 1), 0),
     "shifts between": lambda m, x: m.merge(before(m.merge(before(x))), 1),
     "sums": lambda m, x: m.merge(m.merge(x.cumsum(1)), 1),
+    "spread, and merged by more": lambda m, x: by_four(spread(m.merge(before(x)))) + before(m.merge(m.merge(x), 1)),
+    "halves": lambda m, x: m.attend(torch.mul(*x.unflatten(1, (2, -1)).unbind(1)), 0),
+    "rows from behind": lambda m, x: m.merge(before(x))[:, -x.shape[1] // 2 :: 2] + before(x)[:, 3::4],
     "picked rows": lambda m, x: m.merge(m.merge(x + x[:, -1:]), 1),
     "a circle": lambda m, x: m.merge(m.merge_by_taps(x.roll(1, 1)), 1),
     "others' keys": lambda m, x: m.attend(x, 0, causal=False, keys=m.merge(m.merge_by_taps(x))),
@@ -86,7 +93,7 @@ def exact(program: Program) -> None:
     assert not type_faults(program.body)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize(("mesh", "length"), [("cp=4", 32), ("cp=4", 36), ("cp=2", 28)])
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -78,7 +78,10 @@ class _Sequences:
             pass
         self.along = {self._of(place) for place in self.roots}
         self.of_states = self._carries_states()
+        apart = {self._of((given(n)["self"], given(n).get("dim", 0) % type_of(given(n)["self"]).ndim))
+                 for n in self.graph.calls() if n.target is aten.unbind.int}  # fmt: skip
         cuts = [(self._of(place), self._of(major), chunk) for _, place, major, chunk in self._cuts(self.of_states)]
+        cuts = [cut for cut in cuts if self.of_states or cut[1] not in apart]
         for place, _, chunk in cuts:
             self.chunks.setdefault(place, set()).add(chunk)
         count = 0
@@ -86,6 +89,8 @@ class _Sequences:
             count = len(self.along)
             grouped = {self._of(chunked) for rows, chunked in self._grouped() if self._of(rows) in self.along}
             self.along |= {major for place, major, _ in cuts if place in self.along | grouped}
+            # Rows that are cut into chunks of other lengths than they are joined of.
+            self.along |= {place for place, major, _ in cuts if major in self.along and len(self.chunks[place]) > 1}
             # Rows of an image that are joined with its columns, and cut apart again.
             joined = {(place, chunk) for place, major, chunk in cuts if major in self.along}
             self.along |= {major for place, major, chunk in cuts if (place, chunk) in joined}
@@ -226,18 +231,25 @@ class _Sequences:
             if len(chunk := self.chunks.get(padded, ())) == 1:
                 args = (move.x, move.dim, move.length, *chunk, padded == self._of((move.x, move.dim)))
                 node.target, node.args, node.kwargs = REGROUP, args, {}
-        known: dict[tuple[Place, int], fx.Node] = {}
+        known: dict[tuple[fx.Node, int, int], fx.Node] = {}
+        rows: dict[fx.Node, fx.Node] = {}  # of values that are joined of chunks, what is read in their stead
         for node, (value, dim), _, chunk in cuts:
+            length = type_of(value).shape[dim]
             if node.target in SLICES:
-                every_so_many(self.graph, node, {type_of(value).shape[dim]})
+                every_so_many(self.graph, node, {length})
                 continue
-            joined = value not in operands(node)
-            with self.graph.fx.inserting_after(value) if joined else self.graph.fx.inserting_before(node):
-                found = None if joined else known.get(((value, dim), chunk))
-                args = (value, dim, type_of(value).shape[dim], chunk, joined)
+            x = rows.get(value, value)
+            joined = x not in operands(node)
+            if not joined and x.target is REGROUP and x.args[1:] == (dim, length, chunk, True):
+                node.replace_input_with(x, x.args[0])  # type: ignore[arg-type]
+                continue
+            with self.graph.fx.inserting_after(x) if joined else self.graph.fx.inserting_before(node):
+                found = None if joined else known.get((x, dim, chunk))
+                args = (x, dim, length, chunk, joined)
                 found = found or self.graph.call(REGROUP, args, like=node, type=type_of(value))
             if joined:
-                self.graph.replace_value(value, found)
+                self.graph.replace_value(x, found)
+                rows[value] = found
                 continue
-            known[(value, dim), chunk] = found
-            node.replace_input_with(value, found)
+            known[x, dim, chunk] = found
+            node.replace_input_with(x, found)
