@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, results, type_of
+from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.passes.sharding.atomize import linked_gradients
 from shardc.passes.sharding.casts import narrows
 from shardc.passes.softmax.split_softmax import opened
@@ -41,6 +42,7 @@ class Classes:
             if without_sections and node.target in SECTION_OPS:
                 continue
             projection = project(node)
+            keys = keys_of(node, projection)
             first: dict[int, Place] = {}
             values = [*operands(node), *results(node)]
             for k, value in enumerate(operands(node)):
@@ -54,7 +56,7 @@ class Classes:
                         self._union(first[piece], key)
                     else:
                         first[piece] = key
-                        if piece in projection.blocked:
+                        if piece in projection.blocked and piece not in keys:
                             blocked.append(key)
                             if projection.names[piece].isdigit():
                                 selectors.append(key)
@@ -105,6 +107,13 @@ class Classes:
             project(n).operands[k][atom] in project(n).blocked - opened(n, project(n)).keys() for n, k in uses
         )
         return [node for node, _ in uses] if always_whole else []
+
+
+def keys_of(node: fx.Node, projection: Projection) -> set[int]:
+    """The pieces of attention's keys, which are sent where rows lie over an axis: an axis may be put on them."""
+    if node.target not in (SDPA, SDPA_BWD):
+        return set()
+    return {piece for piece, name in enumerate(projection.names) if name == "t" or name.startswith("t.")}
 
 
 def _rivals(node: fx.Node, projection: Projection) -> Iterator[tuple[int, int]]:

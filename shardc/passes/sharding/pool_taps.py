@@ -44,7 +44,7 @@ def every_so_many(graph: Graph, node: fx.Node, lengths: Collection[int]) -> int 
         return None
     e = Emit(graph, node)
     with graph.fx.inserting_before(node):
-        phases = Phases(e, shape, dim, [0], step, -start, length)
+        phases = Phases(e, shape, dim, [start % step], step, start % step - start, length)
         y = phases.joined([args["grad_output"]]) if back else next(phases.read(args["self"]))
         graph.replace_value(node, e.cast(y, type_of(node).dtype))
     return length

@@ -76,7 +76,8 @@ class SpreadTaps(Pass):
                 lengths |= {every_so_many(graph, node, lengths)} - {None}
             elif node.target is aten.sum.dim_IntList:
                 self._sum(node)
-        separate_chunks(graph, self.ports)
+        graph.erase_dead()  # what is rewritten says nothing of how rows lie
+        separate_chunks(graph, self.ports, turned)
         join_rows(graph, self.lengths)
         graph.erase_dead()
         return graph
