@@ -95,7 +95,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("length", [16, 19])
 def test_loss_and_gradients(name: str, layout: str, length: int) -> None:
-    heads = {"num_key_value_heads": 4} if name == "Mixtral" else {}
+    heads: dict[str, Any] = {"num_key_value_heads": 4} if name == "Mixtral" else {}
     model = test_experts.model_of(name, **heads)
     program = compiled(model, tokens(2, length), **{"inputs": {"*": "-, cp"}} | LAYOUTS[layout])
     assert in_zigzag(program)
