@@ -25,7 +25,7 @@ from shardc.ir.ops.collectives import reshard
 from shardc.ir.ops.exchange import COMBINE_ROWS, width_of
 from shardc.ir.ops.expert_capacity import LIMIT_ROWS, capacity_of
 from shardc.ir.ops.experts import GROUP_ROWS
-from shardc.ir.ops.local import mask_pad
+from shardc.ir.ops.local import mask_blocks, mask_pad
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, Dim, TensorType
 
@@ -70,7 +70,7 @@ def capacity_by(offs: fx.Node, mesh: Mesh) -> int | None:
     if grouping.target is not GROUP_ROWS:
         return None
     ids = operands(grouping)[0]
-    while ids.op == "call_function" and ids.target in (mask_pad, reshard):
+    while ids.op == "call_function" and ids.target in (mask_pad, mask_blocks, reshard):
         ids = operands(ids)[0]
     if ids.target is not LIMIT_ROWS:
         return 0

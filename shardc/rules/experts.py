@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from shardc.ir.graph import type_of
 from shardc.ir.ops.exchange import EXCHANGED_PERM, GROUP_ENDS
@@ -29,26 +30,21 @@ from shardc.ir.ops.experts import (
     SUM_GROUPS,
     UNGROUP_ROWS,
 )
-from shardc.ir.ops.local import mask_pad
 from shardc.rules.embedding import owned, sharded
-from shardc.rules.local import LocalCall
+from shardc.rules.local import LocalCall, fill_padding
 from shardc.rules.notation import Dims, Notation, RuleError
-from shardc.rules.registry import example, rule
+from shardc.rules.registry import by_block, example, rule
 
 aten = torch.ops.aten
 COUNTED = [example((8,), (8,), 4, 6, ints={"ids": 4, "limited": range(-1, 5)})]
 
 
-def _without_padding(call: LocalCall) -> Any:
+def _without_padding(call: LocalCall) -> fx.Node:
     """The ids of a call, negative for padding: that is of no expert."""
-    mesh, ids = call.graph.mesh, call.args["ids"]
-    type = type_of(ids)
-    for atom in type.uneven_atoms(mesh):
-        where = (list(type.local_atoms(mesh)), atom, type.atoms[atom].size, list(type.atoms[atom].axes))
-        ids = call.emit(mask_pad, ids, *where, -1.0, type=type)
-    return ids
+    return fill_padding(call, call.args["ids"], -1.0)
 
 
+@by_block
 def _limit_rows_local(call: LocalCall) -> Any:
     """The rows of a rank are one group, whatever their atoms are."""
     return call.with_args(ids=_without_padding(call), layout=[])
@@ -69,13 +65,18 @@ def _group_rows_local(call: LocalCall) -> Any:
     return call.with_args(ids=ids, experts=call.result_shape(1)[0])
 
 
-rule(GROUP_ROWS, "s -> s; e, e; s", localize=_group_rows_local, ragged=True)
 rule(LIMIT_ROWS, "s -> s", localize=_limit_rows_local, ragged=True)  # what a rank limits is not a part of the whole
 rule(COUNT_ROWS, "s, s -> c", whole="c", sum="s", padding="largest", examples=COUNTED)
 rule(GROUP_ENDS, "e r; s -> e; s", whole="r", ragged=True)
 rule(EXCHANGED_PERM, "e r; s -> s; e", whole="r", ragged=True)
 rule(EXPERT_MM, "s k; e, e k n, e; s -> s n; e", sum="k", linear=(0, 1), ragged=True)
 rule(EXPERT_WGRAD, "s k; e, s n; e, e; s -> e k n", sum="s", linear=(0, 1), ragged=True)
+
+
+@rule(GROUP_ROWS, localize=_group_rows_local, ragged=True)
+def group_rows(ids: Dims, experts: int) -> Notation:
+    """Experts have numbers. Rows have none but a rank's own, so it may have any of them."""
+    return Notation("s -> s; e, e; s", counts="e")
 
 
 @rule(GATHER_ROWS, linear=(0,), ragged=True)

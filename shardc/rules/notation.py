@@ -243,6 +243,7 @@ def divided(rule: FactorRule, operands: tuple[Shape, ...], results: tuple[Shape,
         rule.reduces,
         rule.whole,
         rule.linear,
+        counts=frozenset(rule.sizes) - set(row),
         by_block=False,
     )
 

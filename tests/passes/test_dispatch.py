@@ -82,15 +82,15 @@ def program(name: str, batch: int = 4, experts: int = 4, *, bias: bool = True, d
     return shardc.compile(Moved(experts, bias=bias), sample, plan=plan, loss=mean_of_squares)
 
 
-def routings(batch: int, experts: int) -> st.SearchStrategy[Tensor]:
+def routings(batch: int, experts: int, length: int = TOKENS) -> st.SearchStrategy[Tensor]:
     """Routings of a batch: to all experts, to few, and to one."""
-    count = batch * TOKENS * CHOSEN
+    count = batch * length * CHOSEN
 
     def some(chosen: set[int]) -> st.SearchStrategy[list[int]]:
         return st.lists(st.sampled_from(sorted(chosen)), min_size=count, max_size=count)
 
     chosen = st.sets(st.integers(0, experts - 1), min_size=1)
-    return chosen.flatmap(some).map(lambda ids: torch.tensor(ids).view(batch, TOKENS, CHOSEN))
+    return chosen.flatmap(some).map(lambda ids: torch.tensor(ids).view(batch, length, CHOSEN))
 
 
 def moves(graph: Graph) -> Counter[object]:

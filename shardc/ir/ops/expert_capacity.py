@@ -10,7 +10,9 @@ takes `factor * rows / experts`, rounded up. First come, first served, by the or
     ids 0 0 1 0 0 1    2 experts, factor 1: 3 rows each    ->    0 0 1 0 -1 1
 
 On a rank the rows are one group. On one device `layout` says into which groups the ranks' tokens fall: of each atom of
-the rows its size, the number of axes that it lies over, and their sizes. Nothing is read by the host.
+the rows its size, the number of axes that it lies over, and their sizes. An atom of blocks (`ir.blocks`), as of a
+zigzag, has in place of its size minus the number of its blocks, and of each block how many rows it has, how many axes
+divide, and a bit for each axis that reverses it. Nothing is read by the host.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels_triton.base.library import define
+from shardc.ir.blocks import Blocks
 from shardc.ir.mesh import Mesh
-from shardc.ir.types import TensorType
+from shardc.ir.types import Atom, TensorType
 
 NOWHERE = -1
 
@@ -39,16 +42,34 @@ def layout_of(type: TensorType, mesh: Mesh) -> list[int]:
     """How the rows of a value lie on ranks, as `limit_rows` takes it; empty where they are one group."""
     if not type.is_sharded:
         return []
-    return [n for atom in type.dims[0] for n in (atom.size, len(atom.axes), *(mesh.size(a) for a in atom.axes))]
+    return [n for atom in type.dims[0] for n in (*_told(atom), len(atom.axes), *(mesh.size(a) for a in atom.axes))]
 
 
-def _atoms(layout: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """The atoms of a layout, each with the sizes of its axes."""
-    atoms: list[tuple[int, list[int]]] = []
+def _told(atom: Atom) -> list[int]:
+    if not isinstance(atom.size, Blocks):
+        return [atom.size]
+    told = [-len(atom.size.parts)]
+    for block in atom.size.parts:
+        assert block.cut, f"rows of tokens, all on each rank: {atom}"
+        assert block.unit == 1, f"rows of tokens in pieces: {atom}"
+        told += [block.count, block.divided, sum(block.reverses(axis) << i for i, axis in enumerate(atom.axes))]
+    return told
+
+
+Cut = tuple[int, int, int]  # a block: its rows, how many axes divide, a bit for each axis that reverses it
+
+
+def _atoms(layout: Sequence[int]) -> list[tuple[list[Cut], list[int]]]:
+    """The atoms of a layout, each with its blocks and with the sizes of its axes."""
+    atoms: list[tuple[list[Cut], list[int]]] = []
     todo = list(layout)
     while todo:
-        size, count, *todo = todo
-        atoms.append((size, todo[:count]))
+        size, *todo = todo
+        cuts = [(size, size, 0)]
+        if size < 0:
+            cuts, todo = [(todo[i], todo[i + 1], todo[i + 2]) for i in range(0, -3 * size, 3)], todo[-3 * size :]
+        count, *todo = todo
+        atoms.append((cuts, todo[:count]))
         todo = todo[count:]
     return atoms
 
@@ -59,15 +80,24 @@ def _groups(rows: int, layout: Sequence[int], device: torch.device) -> Tensor:
     if not layout:
         return index[None]
     atoms = _atoms(layout)
-    index = index.view([size for size, _ in atoms])
-    for dim, (_, axes) in enumerate(atoms):
-        for ranks in axes:  # each axis cuts what the one before has left, in front of dims that are cut already
-            place = index.ndim - len(atoms) + dim
-            chunk = -(-index.shape[place] // ranks)
-            after = index.ndim - 1 - place
-            index = pad(index, [0, 0] * after + [0, ranks * chunk - index.shape[place]], value=NOWHERE)
-            index = index.unflatten(place, (ranks, chunk)).movedim(place, 0)
+    index = index.view([sum(count for count, _, _ in cuts) for cuts, _ in atoms])
+    for dim, (cuts, axes) in enumerate(atoms):
+        parts = index.split([count for count, _, _ in cuts], index.ndim - len(atoms) + dim)
+        shares = [_shares(part, cut, axes, len(atoms) - dim) for part, cut in zip(parts, cuts, strict=True)]
+        index = torch.cat(shares, dim - len(atoms))
     return index.reshape(math.prod(ranks for _, axes in atoms for ranks in axes), -1)
+
+
+def _shares(index: Tensor, cut: Cut, axes: Sequence[int], last: int) -> Tensor:
+    """A block, the dim `-last`, cut by each axis in turn, whose ranks are a dim in front of those that are cut."""
+    count, divided, reversed_by = cut
+    index = pad(index, [0, 0] * (last - 1) + [0, divided - count], value=NOWHERE)
+    for i, ranks in enumerate(axes):
+        chunk = -(-index.shape[-last] // ranks)
+        index = pad(index, [0, 0] * (last - 1) + [0, ranks * chunk - index.shape[-last]], value=NOWHERE)
+        index = index.unflatten(-last, (ranks, chunk))
+        index = (index.flip(-last - 1) if reversed_by >> i & 1 else index).movedim(-last - 1, 0)
+    return index
 
 
 def _limit_rows(ids: Tensor, experts: int, factor: float, layout: list[int]) -> Tensor:

@@ -276,7 +276,6 @@ class _Family:
         if self.balance != "none" and not few and all(s.balanced for s in self.roots.values()):
             balanced = zigzag(self.base, axis, first.ranks)
             why = "" if balanced is not None else f"{self.base} rows are too few for {2 * first.ranks} chunks"
-            why = why or self._divided(places)
             if balanced is not None and not why:
                 divide_scans(self.graph, scans, str(balanced), axes)
                 places |= {root: self.classes.places(root) for root in chunks}
@@ -348,13 +347,6 @@ class _Family:
         first = sum(map(len, type_of(q).dims[:-2]))
         rows = range(first, first + len(type_of(q).dims[-2]))
         return any(self.classes.of((q, atom)) in self.lengths for atom in rows)
-
-    def _divided(self, places: dict[Place, list[Place]]) -> str:
-        for of_root in places.values():
-            for slot, _ in of_root:
-                if _type(slot).ragged:
-                    return "experts take rows of it by their number"
-        return ""
 
     def _refused(self, places: dict[Place, list[Place]]) -> str:
         """Which call cannot have the sequence in zigzag over ranks, although it could have a plain one."""

@@ -58,7 +58,11 @@ def _named(graph: Graph, node: fx.Node, is_along: Along) -> tuple[Any, tuple[Any
     if "indices" in args:
         indices = list(args["indices"])
         dim, index = len(indices) - 1, indices[-1]
-        if any(i is not None for i in indices[:-1]) or type_of(index).ndim != 1 or (added and not args["accumulate"]):
+        if (
+            any(i is not None for i in indices[:-1])
+            or type_of(index).ndim != 1
+            or (added and not args.get("accumulate", False))
+        ):
             return None
     else:
         dim, index = args["dim"] % max(1, whole.ndim), args["index"]
