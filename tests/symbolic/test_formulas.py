@@ -13,7 +13,9 @@ import torch
 
 import shardc
 from shardc import Program, ShardcError
+from shardc.symbolic.expression import Expression
 from shardc.symbolic.formulas import Formulas
+from shardc.symbolic.layers import Candidate, pruned
 from tests.symbolic.families import FAMILIES, HIDDEN, compiled
 
 LAYERS = 5
@@ -155,6 +157,18 @@ def test_outside_of_the_domain(wrong: dict[str, int], said: str) -> None:
         formulas("gpt2").at(point | wrong)
     with pytest.raises(ShardcError, match="'S' is not given"):
         formulas("gpt2").at(B=8, dp=2, tp=2, L=4)
+
+
+def test_what_is_least_of_many_layers_is_the_peak_of_few() -> None:
+    """10 + L is more than 5 * L of two layers, though not of five, which another peak needs."""
+
+    def constant(n: int) -> Expression:
+        return Expression.constant((), n)
+
+    flat, steep = Candidate(constant(10), constant(1), 2), Candidate(constant(0), constant(5), 2)
+    late = Candidate(constant(100), constant(0), 5)
+    assert flat in pruned([flat, steep, late], {}, [{}])
+    assert pruned([steep, Candidate(constant(5), constant(2), 2)], {}, [{}]) == [steep]
 
 
 def test_text() -> None:
