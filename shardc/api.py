@@ -215,6 +215,7 @@ class Program(PredictedProgram):
     _steps: dict[bool, Instances] = field(
         default_factory=dict[bool, Instances], compare=False, repr=False
     )  # by updates
+    resizes: bool = field(default=False, compare=False, repr=False)  # other sizes are not compiled each for itself
 
     def __repr__(self) -> str:
         what = "an evaluation" if self.body.is_forward_only else "a step"
@@ -317,6 +318,7 @@ class Program(PredictedProgram):
             request=request,
             _instances=[],
             _steps={},
+            resizes=True,
         )
 
     def _other_size(self, batch: Any) -> Program | None:
@@ -628,9 +630,11 @@ class Program(PredictedProgram):
         ):
             return None  # whose microbatches are fewer
         try:
-            found = instances.at(batch)
+            found = None if instances.is_single(batch) else instances.at(batch)
         except ShardcError:
             return None  # dims of one extent that differ
+        if found is None:
+            return replace(_program(replace(request, batch=batch)), resizes=True)
         if isinstance(found, Diagnostic):
             warn(f"a step is compiled for a batch of another shape: {found}")
             return None

@@ -20,7 +20,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
 from types import FrameType, GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -1170,17 +1170,19 @@ def _is_by_forward() -> bool:
     return not path.startswith(root) or path.startswith(os.path.join(root, "nn", ""))
 
 
+def frames_outside_of(problem: BaseException) -> list[tuple[str, int]]:
+    """Files and lines that an error came through and that are neither torch's nor ours, innermost first."""
+    return _outside((f.f_code.co_filename, line) for f, line in reversed([*walk_tb(problem.__traceback__)]))
+
+
 def _frames_outside() -> list[tuple[str, int]]:
-    """Files and lines of the stack that are neither torch's nor ours, innermost first."""
-    here, frames = os.path.dirname(os.path.abspath(__file__)), list[tuple[str, int]]()
-    roots = (os.path.dirname(torch.__file__) + os.sep, here + os.sep)
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(roots) and not path.startswith("<"):
-            frames.append((path, frame.f_lineno))
-        frame = frame.f_back
-    return frames
+    """The same of the stack."""
+    return _outside((frame.f_code.co_filename, line) for frame, line in walk_stack(sys._getframe(1)))
+
+
+def _outside(frames: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    roots = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep, "<")
+    return [(path, line) for path, line in frames if not path.startswith(roots)]
 
 
 def with_children(

@@ -68,15 +68,37 @@ class SizeGuard:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """The error that forward came to, and the line of the model that led to it."""
+
+    error: str
+    location: str
+    source_text: str
+
+
+@dataclass(frozen=True)
 class SizeGuards:
     """All of them; or why forward could not be run so."""
 
     guards: tuple[SizeGuard, ...] = ()
-    failed: str = ""
+    failure: Failure | None = None
 
     def broken(self, sizes: Mapping[str, int]) -> SizeGuard | None:
         """The first guard that does not hold for these sizes."""
         return next((guard for guard in self.guards if not guard.holds(sizes)), None)
+
+    def unknown(self, message: str, hint: str | None = None) -> Diagnostic | None:
+        """What says, with the model's line, that it is not known what forward asks; None if it is."""
+        if (why := self.failure) is None:
+            return None
+        return Diagnostic(
+            "SC232",
+            message,
+            location=why.location or None,
+            source_text=why.source_text or None,
+            cause=f"forward cannot be run on sizes that are symbols: {why.error}",
+            hint=hint,
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +125,7 @@ class Forward:
         recorder = torch_compat.SizeRecorder()
         symbols = {name: recorder.symbol(name, sizes[name]) for name in self.extents}
         if (why := self._run(symbols, recorder.active())) is not None:
-            return SizeGuards(failed=why)
+            return SizeGuards(failure=why)
         return SizeGuards(tuple(SizeGuard(g, *_line(frames), parts) for g, frames in recorder.guards))
 
     def calls(self, sizes: Mapping[str, int]) -> list[ForwardCall] | None:
@@ -113,8 +135,8 @@ class Forward:
             return None
         return [ForwardCall(plain, *_line(frames)) for plain, frames in log.calls]
 
-    def _run(self, sizes: Mapping[str, Any], recording: Any) -> str | None:
-        """Run it; the error that came, if one did."""
+    def _run(self, sizes: Mapping[str, Any], recording: Any) -> Failure | None:
+        """Run it; what failed, if it did."""
         with evaluating(self.model, on=self.evaluates), _as_traced(self.model), recording:
             own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
             state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in own.items()}
@@ -126,7 +148,8 @@ class Forward:
                 if self.loss is not None:
                     self.loss(output, batch)
             except Exception as problem:  # whatever the model, or torch, cannot do so
-                return f"{type(problem).__name__}: {str(problem).splitlines()[0][:200]}"
+                said = f"{type(problem).__name__}: {str(problem).split(chr(10))[0][:200]}"
+                return Failure(said, *_line(torch_compat.frames_outside_of(problem)))
         return None
 
     def _fake(self, name: str, t: Tensor, sizes: Mapping[str, Any]) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,43 +39,58 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class Instances:
-    """The instances of a request's program. `fixed` says why there are none."""
+class Template:
+    """Graphs and calls with expressions of the extents, and one of the compiles that they were taken from."""
 
-    samples: Samples
     reference: Plain
     body: Plain
     calls: Calls
-    sample: Compiled | None  # one of the compiles that they were taken from
-    fixed: Diagnostic | None = None
+    sample: Compiled
+
+    @classmethod
+    def of(cls, samples: Samples) -> Template:
+        """Raises ShardcError (SC232) with what fixes a size."""
+        points = [{**point, **samples.axes} for point in samples.points(samples.units, samples.ranges())]
+        compiles = [samples.at(point) for point in points]
+        fitter = Fitter(points, list(samples.extents))
+        reference = generalised([graph_to_plain(c.graphs.reference) for c in compiles], fitter)
+        body = generalised([graph_to_plain(c.graphs.body) for c in compiles], fitter)
+        if (fixed := _other_constants(compiles)) is not None:
+            raise ShardcError(fixed)
+        return cls(reference, body, Calls.of(samples, points), compiles[0])
+
+
+@dataclass(frozen=True)
+class Instances:
+    """The instances of a request's program, whose template is compiled when it is first needed."""
+
+    samples: Samples
     made: dict[tuple[tuple[str, int], ...], Instance] = field(default_factory=dict[Any, Instance])
+    compiled: list[Point] = field(default_factory=list[Point])  # the sizes, one at most, that went without a template
 
     @classmethod
     def of(cls, request: Request) -> Instances:
         """Raises ShardcError (SC208) for symbols that the batch does not have."""
-        samples = Samples.of(request)
-        guards = samples.guards
-        if guards.failed:
-            cause = f"forward cannot be run on sizes that are symbols: {guards.failed}"
-            return cls.none(samples, Diagnostic("SC232", "each size is compiled for itself", cause=cause))
-        try:
-            points = [{**point, **samples.axes} for point in samples.points(samples.units, samples.ranges())]
-            compiles = [samples.at(point) for point in points]
-            fitter = Fitter(points, list(samples.extents))
-            reference = generalised([graph_to_plain(c.graphs.reference) for c in compiles], fitter)
-            body = generalised([graph_to_plain(c.graphs.body) for c in compiles], fitter)
-        except ShardcError as wrong:
-            return cls.none(samples, wrong.diagnostics[0])
-        fixed = _other_constants(compiles)
-        try:
-            calls = Calls.of(samples, points)
-        except ShardcError as wrong:
-            calls, fixed = Calls([]), wrong.diagnostics[0]
-        return cls(samples, reference, body, calls, compiles[0], fixed)
+        return cls(Samples.of(request))
 
-    @classmethod
-    def none(cls, samples: Samples, why: Diagnostic) -> Instances:
-        return cls(samples, Plain(), Plain(), Calls([]), None, why)
+    @cached_property
+    def template(self) -> Template | Diagnostic:
+        """Or what stands against one."""
+        try:
+            return Template.of(self.samples)
+        except ShardcError as wrong:
+            return wrong.diagnostics[0]
+
+    def is_single(self, batch: Any) -> bool:
+        """Is this the only size that was asked for up to now? To compile it alone takes less than the template does. A
+        guard that is against an instance makes it none."""
+        request = self.samples.request
+        sizes = self.samples.sizes_of(Call(request.model, batch, request.loss))
+        if "template" in vars(self) or self._against(sizes) is not None:
+            return False
+        if not self.compiled:
+            self.compiled.append(sizes)
+        return self.compiled == [sizes]
 
     def at(self, batch: Any) -> Instance | Diagnostic:
         """The instance for a batch; or what stands against one, with the line of the model that does."""
@@ -85,27 +101,29 @@ class Instances:
             return self.made[key]
         if (why := self._against(sizes)) is not None:
             return why
-        assert self.sample is not None
+        if isinstance(self.template, Diagnostic):
+            return self.template
+        template, like = self.template, self.template.sample.graphs
         try:
             instance = Instance(
-                filled_graph(self.reference, sizes, self.sample.graphs.reference),
-                filled_graph(self.body, sizes, self.sample.graphs.body),
-                self.sample,
+                filled_graph(template.reference, sizes, like.reference),
+                filled_graph(template.body, sizes, like.body),
+                template.sample,
             )
         except ValueError as wrong:
             return Diagnostic("SC232", f"no program has these sizes ({_said(sizes)}): {wrong}")
-        if (why := self.calls.other(self.samples, sizes)) is not None:
+        if (why := template.calls.other(self.samples, sizes)) is not None:
             return why
         if faults := [*type_faults(instance.body), *type_faults(instance.reference)]:
             return faults[0].diagnostic("it is compiled for itself")
-        if (name := _uneven(instance.body, self.sample.graphs.body)) is not None:
+        if (name := _uneven(instance.body, like.body)) is not None:
             return Diagnostic("SC232", f"%{name} would be uneven for {_said(sizes)}", hint="it is compiled for itself")
         self.made[key] = instance
         return instance
 
     def _against(self, sizes: Point) -> Diagnostic | None:
-        if self.fixed is not None:
-            return self.fixed
+        if unknown := self.samples.guards.unknown("each size is compiled for itself"):
+            return unknown
         if odd := [name for name, count in self.samples.parts.items() if sizes[name] % count]:
             return Diagnostic("SC232", f"{odd[0]}={sizes[odd[0]]} is not so many equal microbatches")
         parts = self.samples.of_a_part(sizes)

@@ -211,7 +211,7 @@ def pruned(
     """
     if len(every) < 2:
         return list(every)
-    least = max(c.fewest for c in every)
+    least = min(c.fewest for c in every)  # a candidate that covers there, and grows as fast, covers from there on
     rows = [
         [_shifted(form, lowest, mesh) for mesh in meshes for form in (c.fixed + c.each.times(least), c.each)]
         for c in every

@@ -28,6 +28,7 @@ from shardc.runtime.execute.microbatches import split
 from shardc.symbolic.expression import Expression, Point
 
 Dims = tuple[tuple[str, int], ...]
+UNKNOWN = "no size is known to be like another"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from shardc.symbolic.expression import Expression, Fitter, Point
 from shardc.symbolic.formulas import Domain
 from shardc.symbolic.layers import Layers
 from shardc.symbolic.measure import shards_of
-from shardc.symbolic.samples import Samples
+from shardc.symbolic.samples import UNKNOWN, Samples
 from shardc.symbolic.template import whole
 
 PHASES: tuple[Phase, ...] = ("fwd", "bwd", "opt")
@@ -117,9 +117,8 @@ def stage_formulas(request: Request, ranges: Mapping[str, tuple[int, int]] | Non
     """The formulas of a program with a pipeline. Raises ShardcError (SC232) where a line fixes an extent, and where
     stages differ between sizes in more than numbers."""
     samples = Samples.of(request, pipelined=True)
-    if why := samples.guards.failed:
-        cause = f"forward cannot be run on sizes that are symbols: {why}"
-        raise error("SC232", "no size is known to be like another", cause=cause, hint="compile for each size")
+    if why := samples.guards.unknown(UNKNOWN, "compile for each size"):
+        raise ShardcError(why)
     points = _points(samples, ranges)
     programs = [_compiled(samples, point) for point in points]
     every = [StageCosts.of(program) for program in programs]

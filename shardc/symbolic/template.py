@@ -129,6 +129,7 @@ def _guard(graphs: Sequence[Plain], place: int, points: Sequence[Point], what: s
         (nodes[-1], points[-1]),
     )
     node = first if first.get("source") else other
+    used = node if node.get("source") else next((n for n in graphs[0]["nodes"] if _takes(n, node["name"])), node)
     message = f"a size is fixed by %{node['name']}: "
     if _kind(first) != _kind(other):
         message += f"with {_said(points[0])} it is {_call(first)}, with {_said(point)} {_call(other)}"
@@ -137,11 +138,16 @@ def _guard(graphs: Sequence[Plain], place: int, points: Sequence[Point], what: s
     return error(
         "SC232",
         message,
-        location=node.get("source") or None,
-        source_text=node.get("source_text") or None,
-        fqn=node.get("fqn") or None,
+        location=used.get("source") or None,
+        source_text=used.get("source_text") or None,
+        fqn=used.get("fqn") or None,
         hint=HINT,
     )
+
+
+def _takes(node: Plain, name: str) -> bool:
+    """Is this the line of a call that takes a value, an input say, which has no line itself?"""
+    return bool(node.get("source")) and {"ref": name} in node.get("args", [])
 
 
 def _call(node: Plain) -> str:

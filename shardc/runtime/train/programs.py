@@ -41,6 +41,8 @@ class Compiled(Protocol):
     def constants(self) -> Mapping[str, torch.Tensor]: ...
     @property
     def plan(self) -> PlanRecord: ...
+    @property
+    def resizes(self) -> bool: ...
     def refuse_changed_model(self) -> None: ...
 
 
@@ -150,21 +152,30 @@ class Programs(Generic[T]):
         elif key is not None and key not in self._ready:
             self._engine.agree(form_text(batch), when, alone=True)
 
-    def of(self, group: Hashable, form: Hashable, make: Callable[[], T], text: Callable[[T], str]) -> T:
-        """The program of a batch's form, which is made when it is first asked for; its inputs' shapes as `text`."""
+    def of(
+        self,
+        group: Hashable,
+        form: Hashable,
+        make: Callable[[], T],
+        text: Callable[[T], str],
+        resizes: Callable[[T], bool] = lambda _: False,
+    ) -> T:
+        """The program of a batch's form, which is made when it is first asked for; its inputs' shapes as `text`. No
+        warning is given of one that `resizes`: the next form is not compiled."""
         key = (group, form)
         if key not in self._ready:
             ready = make()
             alike = [known for known in self._ready if known[0] == group]
             self._texts[key] = text(ready)
-            if (alike or self._pinned is not None) and group not in self._said:
+            said = not resizes(ready)
+            if said and (alike or self._pinned is not None) and group not in self._said:
                 self._say_another(key, alike)
             if len(alike) == self._most:
                 self._release(self._ready.pop(alike[0]))
                 del self._texts[alike[0]]
-                self._say(
-                    group, f"batches have more than {self._most} forms: what is used least recently is compiled again"
-                )
+                if said:
+                    much = f"batches have more than {self._most} forms"
+                    self._say(group, f"{much}: what is used least recently is compiled again")
             self._ready[key] = ready
         ready = self._ready[key] = self._ready.pop(key)  # the last of those in use
         return ready

@@ -44,6 +44,7 @@ class Step:
     feeding: Feeding
     by_row: Collection[str]
     constants: Tensors = field(default_factory=Tensors)
+    resizes: bool = False
 
     @property
     def body(self) -> Graph:
@@ -115,7 +116,8 @@ class Steps:
         return step, batch if isinstance(batch, Copied) else tensors
 
     def _made(self, form: Hashable, host: Any, tensors: Inputs) -> Step:
-        return self._programs.of("step", form, lambda: self._prepared(host), lambda _: shapes_text(self._of(tensors)))
+        text = shapes_text(self._of(tensors))
+        return self._programs.of("step", form, lambda: self._prepared(host), lambda _: text, lambda step: step.resizes)
 
     def _host(self, batch: Any) -> Any:
         """The batch that this rank has, on the host; parts that a simulation is given are joined."""
@@ -140,7 +142,7 @@ class Steps:
         first, own = self.first, self.first.feeding.own
         program = self._compile(batch if own is None else own.parts.sample(batch), updates)
         ready = prepare(program, first.engine, self._held, evaluates=False, own=own)
-        return Step(ready.engine, ready.feeding, ready.by_row, ready.constants)
+        return Step(ready.engine, ready.feeding, ready.by_row, ready.constants, program.resizes)
 
     # ------------------------------------------------------------------ padding
     def _room(self, padding: Padding, shapes: Shapes) -> Shapes | None:
