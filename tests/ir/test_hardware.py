@@ -103,7 +103,8 @@ def test_of_two_plans_the_later_says_the_hardware() -> None:
 
 
 OUTSIDE = {
-    name: [True, "much", None, [1], float("nan"), range_.least / 2 or -1.0, range_.most * 2] for name, range_ in RANGES.items()
+    name: [True, "much", None, [1], float("nan"), range_.least / 2 or -1.0, range_.most * 2]
+    for name, range_ in RANGES.items()
 }
 OUTSIDE["row_alignment_bytes"].append(24)
 OUTSIDE["bucket_bytes"].append(1.5)
