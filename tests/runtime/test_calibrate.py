@@ -355,6 +355,9 @@ def test_the_command_fits_a_file(tmp_path: Path) -> None:
     assert hardware.tables.attention == H200.tables.attention
     assert hardware.tables.memory == H200.tables.memory
     assert not hardware.tables.products, "the file has no measurement of products alone"
+    assert "no measurement of products: their rates are the default's" in done.stderr
+    assert "kernels" not in done.stderr
+    assert "# Not measured, and as in default.yaml, which is no machine: products.\n" in output.read_text()
     (tmp_path / "none.jsonl").write_text("{")
     beside = CliRunner().invoke(
         main.app, ["calibrate", "--from", str(MEASURED), "--world", "4", "--rows", "rows.jsonl"]
