@@ -11,7 +11,9 @@ their own: their rate is that with which whole steps of one GPU come out, in whi
     elementwise     a kernel an op, the bytes that it reads and writes, at the memory's rate
     cross-entropy   as measured in eager mode (README.md: 13.1 ps an element of the logits, forward and backward)
 
-Steps with an optimizer, and those of several GPUs, are left out.
+Steps with an optimizer, and those of several GPUs, are left out. With `--out`, the limit of power is then fitted to the
+compiled programs of one GPU (`benchmarks.fit_power`), which takes minutes. What a call of a program takes the host
+(`call_seconds`) is no fit: it is of our own step of two GPUs.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import fit_power
 from shardc.ir.device_rates import ProductRate
-from shardc.ir.hardware import Hardware
+from shardc.ir.hardware import Hardware, Power
 from shardc.ir.links import Group
 from shardc.runtime.calibrate.fit import BACKWARD, contention, kind_of, memory_points, tables
 from shardc.runtime.calibrate.rows import Row, read_rows
@@ -66,7 +69,7 @@ SHEET = {
     "accelerators_per_node": (8, "data sheet of the DGX H200"),
     "collective_start_seconds": (20e-6, "measured: 15 to 24 in a CUDA graph, 21 to 34 outside of one"),
     "kernel_launch_seconds": (7.8e-6, "measured (calibrated)"),
-    "call_seconds": (3.8e-5, "measured: Python's 33.4 ms for the 883 calls of GPT-2 under dp=2, benchmarks/README.md"),
+    "call_seconds": (3.8e-5, "measured: Python's 33.4 ms for the 883 calls of GPT-2 under dp=2, a step of two GPUs"),
 }  # fmt: skip
 CACHE = 50 * 10**6  # bytes
 CACHED = 32  # MiB of a kernel that the cache holds whole, read and written
@@ -77,9 +80,7 @@ PRODUCTS = {
         [[128, 64], 0.6], [[64, 128], 0.6], [[64, 64], 0.4],
     ],
 }  # fmt: skip
-# Fitted to the steps of one GPU as benchmarks/predicted_steps.py predicts them, by least squares of relative errors;
-# `most` is the rate of large products alone, 800 TFLOP/s.
-POWER = {"sustained": 0.906, "relief": 0.46, "most": 1.15}
+MOST = 1.15  # of the products' rate, which large products alone reach: 800 TFLOP/s
 NETWORK: list[dict[str, Any]] = [
     {"name": "infiniband", "ranks": 256, "doubling_seconds": 10e-6, "series": [
         {"kind": kind, "group": 2, "latency_seconds": latency, "bytes_per_second": rate}
@@ -161,9 +162,13 @@ def fitted(rows: Sequence[Row], calibrated: Sequence[Row]) -> Hardware:
     memory = measured["memory"]
     quantities["memory_bytes_per_second"] = memory[-1][0] / memory[-1][1]
     quantities["bf16_flops_per_second"] = 7.5e14
-    hardware = Hardware.of({**quantities, **measured, "products": [PRODUCTS], "power": POWER})
+    hardware = Hardware.of({**quantities, **measured, "products": [PRODUCTS]})
     candidates = (_with_products(hardware, 7e14, depth) for depth in (0, 16, 32, 48, 64, 96, 128))
     return min((_at_its_rate(rows, candidate) for candidate in candidates), key=lambda one: _misfit(rows, one))
+
+
+def with_power(hardware: Hardware, power: Power) -> Hardware:
+    return dataclasses.replace(hardware, tables=hardware.tables.changed(power=power))
 
 
 def _with_products(hardware: Hardware, rate: float, depth_start: int) -> Hardware:
@@ -228,7 +233,8 @@ def text(hardware: Hardware, source: str) -> str:
         "memory": "measured by an elementwise kernel from 16 MiB on; at 0 an estimate",
         "links": "nvlink: measured; infiniband and racks (of 32 nodes, as in a DGX SuperPOD): NVIDIA/nccl-tests issue"
         " 290 for adapters, DeepEP's README for all_to_all (43 GB/s and more), latencies estimated",
-        "power": "fitted to steps of one GPU: products slow down while a device does nothing else; most: measured",
+        "power": "fitted to steps of one GPU, eager and our own: products slow down while a device does nothing else;"
+        " most: measured",
         "cache": "measured: an elementwise kernel up to 32 MiB, its operand and result in the cache; bytes: data sheet",
         "contention": "measured: medians beside each other, by those alone",
     }  # fmt: skip
@@ -250,7 +256,12 @@ def main(arguments: Sequence[str]) -> None:
     rows = read_rows(asked.measurements)
     hardware = fitted(rows, read_rows(asked.measurements.with_name("h200_calibrate.jsonl")))
     if asked.out is not None:
+        programs = list(fit_power.steps(hardware))
+        hardware = with_power(hardware, fit_power.fitted(programs, MOST))
         asked.out.write_text(text(hardware, str(asked.measurements)))
+        for step in programs:
+            found = 1e3 * step.predicted(hardware.tables.power)
+            print(json.dumps({"program": step.name, "step_ms": 1e3 * step.measured, "fitted_ms": round(found, 2)}))
     sizes: dict[str, list[float]] = {}
     for what, _, error in errors(rows, hardware):
         sizes.setdefault(what, []).append(abs(error))

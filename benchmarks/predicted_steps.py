@@ -2,10 +2,10 @@
 
 Our unfused program of the model, batch and parallelism of each eager run in `benchmarks/measurements` is compiled on
 the meta device, and predicted on `h200-nvlink`, whose tables were fitted to collectives, attention, copies and steps of
-one GPU alone. Printed are the times, the errors, and the pairs of runs of one model that are predicted in the wrong
-order.
+one GPU; then our own recorded steps (`benchmarks.own_steps`). Printed are the times, the errors, and the pairs of eager
+runs of one model that are predicted in the wrong order.
 
-    --only WORD     runs whose peer or model has the word
+    --only WORD     runs whose peer or model has the word; ours are of the peer `ours`
     --trace FOLDER  a trace of each, for ui.perfetto.dev
 
 Runs that cannot be mirrored are listed with the reason.
@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 import shardc
+from benchmarks import own_steps
 from benchmarks.measured_models import SIZES
 from benchmarks.torch_pipeline import Work, step_seconds
 from shardc.cost.prediction import Prediction
@@ -232,6 +233,12 @@ def wrong_pairs(pairs: Sequence[tuple[Run, Prediction]], apart: float = 1.05) ->
     return wrong
 
 
+def _print(row: Mapping[str, Any], predicted: Prediction, name: str) -> None:
+    measured, held = row["step_ms"], f"{row['mem_gib']:.2f} {predicted.peak_bytes / 2**30:.2f}"
+    error = predicted.step_ms / measured - 1
+    print(f"{measured:9.2f} {predicted.step_ms:9.2f} {error:+7.1%} {held:>12}  {name}", flush=True)
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
@@ -241,11 +248,12 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{'measured':>9} {'predicted':>9} {'error':>7} {'GiB':>12}  run")
     for run, predicted in predictions(asked.only):
         pairs.append((run, predicted))
-        measured, held = run.row["step_ms"], f"{run.row['mem_gib']:.2f} {predicted.peak_bytes / 2**30:.2f}"
-        error = predicted.step_ms / measured - 1
-        print(f"{measured:9.2f} {predicted.step_ms:9.2f} {error:+7.1%} {held:>12}  {run.name}", flush=True)
+        _print(run.row, predicted, run.name)
         if asked.trace is not None:
             predicted.to_trace(asked.trace / f"{run.name.replace(' ', '_')}.json")
+    for name, measured, predicted in own_steps.predictions(hardware(HARDWARE), asked.only):
+        for row in measured:
+            _print(row, predicted, f"{name}, {row['date']}")
     for slow, fast in wrong_pairs(pairs):
         print(f"wrong order: {slow} took longer than {fast}")
     for row in rows():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import typer
 import yaml
 
 from shardc.cli import console
 from shardc.ir.diagnostic import error
-from shardc.runtime.calibrate.calibrate import Machine, calibrate, hardware_text
+from shardc.runtime.calibrate.calibrate import Machine, calibrate, hardware_text, not_measured
 from shardc.runtime.calibrate.rows import read_rows
 
 
@@ -29,7 +30,10 @@ def run(
             message = f"{' and '.join(beside)} say how to measure, and --from measures nothing"
             raise error("SC105", message, hint="leave them out, or leave --from out to measure")
         title = ["What is not here is as in default.yaml.", "", f"Written by: shardc calibrate --from {source}"]
-        text = hardware_text(read_rows(source), title)
+        measured = read_rows(source)
+        for what in not_measured(measured):
+            typer.echo(f"{source} has no measurement of {what}: their rates are the default's", err=True)
+        text = hardware_text(measured, title)
     else:
         text = calibrate(Machine.at_hand(device, world, seconds), rows)
     if text is None:

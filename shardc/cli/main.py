@@ -319,6 +319,9 @@ def plan_command(
         Path | None, typer.Option(metavar="FILE", help="A plan that is kept: its mesh's axes, annotations and options.")
     ] = None,
     precision: Annotated[str, typer.Option(metavar="bf16|fp16|none", help="What to compute in.")] = "bf16",
+    reduce: Annotated[
+        list[str] | None, typer.Option(metavar="bf16", help="What gradients may be summed in, too; repeatable.")
+    ] = None,
     optimizer: Annotated[str, typer.Option(metavar="NAME", help=f"Of the step: {', '.join(OPTIMIZERS)}.")] = "adamw",
     top: Annotated[int, typer.Option(min=1, help="How many plans.")] = 5,
     confirm: Annotated[int, typer.Option(min=0, help="How many of them are compiled in small, and ranked anew.")] = 1,
@@ -328,7 +331,7 @@ def plan_command(
     """Find the fastest plans for a number of ranks, and say why each other one loses."""
     from shardc.cli import plan
 
-    options = (gpus, memory, hardware, batch, seq, keep, precision, optimizer, top, confirm, folder)
+    options = (gpus, memory, hardware, batch, seq, keep, precision, reduce or [], optimizer, top, confirm, folder)
     plan.plan(plan.Wanted(target, *options), as_json=as_json)
 
 

@@ -31,6 +31,7 @@ class Wanted:
     seq: int | None
     keep: Path | None
     precision: str
+    reduce: list[str]
     optimizer: str
     top: int
     confirm: int
@@ -60,6 +61,7 @@ def plan(wanted: Wanted, *, as_json: bool) -> None:
             optimizer=lambda model: make_optimizer(wanted.optimizer, model, None),
             keep=wanted.keep,
             precision=None if wanted.precision == "none" else wanted.precision,
+            reduce=wanted.reduce,
             top=wanted.top,
             confirm=wanted.confirm,
         )

@@ -30,7 +30,7 @@ def show_prediction(prediction: Prediction, profile: Path | None) -> None:
 
 def prediction_data(prediction: Prediction, profile: Path | None) -> dict[str, Any]:
     """As `--json` writes it."""
-    names = ("hardware", "ranks", "step_ms", "tokens", "tokens_per_s", "mfu", "bubble", "peak_bytes", "idle_ms")
+    names = ("hardware", "ranks", "step_ms", "tokens", "unit", "tokens_per_s", "mfu", "bubble", "peak_bytes", "idle_ms")
     more = ("gaps_ms", "host_ms", "launches", "model_flops", "rank_flops", "replicated", "coordinate")
     data = {name: getattr(prediction, name) for name in (*names, *more)}
     data |= {"kinds_ms": dict(prediction.kinds_ms), "exposed_ms": [asdict(row) for row in prediction.exposed_ms]}

@@ -97,7 +97,8 @@ def _scaling(scaled: Scaling) -> dict[str, Any]:
 
 
 def _bottlenecks(found: Bottlenecks) -> dict[str, Any]:
-    return {"step_ms": found.predicted.step_ms, "causes": [asdict(cause) for cause in found.causes]}
+    held = {"peak_bytes": found.predicted.peak_bytes, "memory_limit": found.memory, "fits": found.fits}
+    return {"step_ms": found.predicted.step_ms, **held, "causes": [asdict(cause) for cause in found.causes]}
 
 
 def _failures(cost: FailureCost) -> dict[str, Any]:

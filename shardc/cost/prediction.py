@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardc.cost.call_seconds import KINDS, Kind
 from shardc.cost.profile import CallTime, Profile, ProfileDiff
@@ -79,10 +79,11 @@ class Prediction:
     costs: Costs | None = field(default=None, compare=False, repr=False)
     calls: Mapping[CallTime, Kind] = field(default_factory=dict[CallTime, Kind], compare=False, repr=False)
     events: Callable[[], dict[str, Any]] = field(default=dict[str, Any], compare=False, repr=False)
+    unit: Literal["tokens", "samples"] = "tokens"  # what `tokens` counts
 
     @property
     def tokens_per_s(self) -> float:
-        """Elements of the batch's ids, or rows of a batch that has none."""
+        """Elements of the batch's ids; of a batch that has none its rows, which are samples (`unit`)."""
         return self.tokens / (self.step_ms / 1e3) if self.step_ms else 0.0
 
     @property
@@ -120,7 +121,7 @@ class Prediction:
 
     def __str__(self) -> str:
         kinds = [f"{kind} {self.kinds_ms[kind]:.2f}" for kind in KINDS if self.kinds_ms.get(kind)]
-        step = f"step {self.step_ms:.2f} ms, {self.tokens_per_s:,.0f} tokens/s, MFU {self.mfu:.1%}"
+        step = f"step {self.step_ms:.2f} ms, {self.tokens_per_s:,.0f} {self.unit}/s, MFU {self.mfu:.1%}"
         waits = f"collectives {self.exposed_total_ms:.2f}, host {self.idle_ms:.2f} ms; bubble {self.bubble:.1%}"
         lines = [
             f"{step}, peak {human_bytes(self.peak_bytes)}, on {self.ranks} x {self.hardware}",

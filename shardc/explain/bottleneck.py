@@ -76,9 +76,23 @@ class Bottlenecks:
 
     predicted: Prediction
     causes: tuple[Cause, ...]
+    memory: int | None = None  # bytes that a rank may hold
+
+    @property
+    def fits(self) -> bool:
+        return self.memory is None or self.predicted.peak_bytes <= self.memory
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.causes)) or self._nothing()
+        return "\n".join([*self._too_much(), *map(str, self.causes)] or [self._nothing()])
+
+    def _too_much(self) -> list[str]:
+        if self.memory is None or self.fits:
+            return []
+        peak = human_bytes(self.predicted.peak_bytes)
+        change = "shard more, recompute, or smaller microbatches: `shardc plan` looks for what fits"
+        return [
+            f"does not fit: {peak} at the peak, of {human_bytes(self.memory)} that a rank may hold\n  change: {change}"
+        ]
 
     def _nothing(self) -> str:
         p = self.predicted
@@ -104,7 +118,7 @@ def bottlenecks(
     found.small_kernels()
     found.recompute()
     causes = sorted(found.causes, key=lambda cause: -cause.saved_ms)
-    return Bottlenecks(found.predicted, tuple(cause for cause in causes if cause.share >= LEAST))
+    return Bottlenecks(found.predicted, tuple(cause for cause in causes if cause.share >= LEAST), memory)
 
 
 class _Causes:
@@ -240,9 +254,8 @@ class _Causes:
         return 1
 
     def small_kernels(self) -> None:
-        free = dataclasses.replace(
-            self.hardware, kernel_launch_seconds=DELAY, kernel_gap_seconds=DELAY, call_seconds=0.0
-        )
+        none = {"kernel_launch_seconds": DELAY, "kernel_gap_seconds": DELAY, "call_seconds": 0.0}
+        free = self.hardware.changed(none)
         other, p, body = self.predict(self.staged, free), self.predicted, self.staged.body
         without = "with kernels that cost nothing to start"
         products = [node for node in body.calls() if op_name(node.target) in PRODUCTS]

@@ -144,7 +144,8 @@ class PredictedProgram(data.Program):
         recompute that memory does not ask for. Each with the step that there would be without it, and what to change.
 
         hardware    as of `predict`
-        memory      what a rank may hold, in bytes or as "80GiB"; without it, recompute is weighed as if all fitted
+        memory      what a rank may hold, in bytes or as "80GiB": whether the program fits is said first; without it,
+                    recompute is weighed as if all fitted
         """
         chosen = self._machine(hardware)
 

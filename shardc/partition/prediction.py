@@ -9,10 +9,10 @@ A transfer between stages takes as long as a permute of its bytes. Ranks of one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -22,16 +22,16 @@ from shardc.cost.prediction import ExposedTime, Prediction
 from shardc.cost.prediction_trace import body_trace, pipeline_trace
 from shardc.cost.profile import CallTime
 from shardc.cost.streams import Timed, run
-from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.graph import Graph, Phase, info, type_of
 from shardc.ir.hardware import Group, Hardware
 from shardc.ir.layers import in_every_layer
 from shardc.ir.mesh import Mesh
 from shardc.partition.memory import memory
 from shardc.partition.program_counter import graphs_of, runner_of
-from shardc.partition.rank_costs import rank_flops
+from shardc.partition.rank_costs import all_reduce_bytes, rank_flops, stage_sums
 from shardc.partition.staged_program import StagedProgram
 from shardc.schedule.costs import Costs, InstructionCosts, StageCost
-from shardc.schedule.instructions import COMPUTE, TRANSFER, Instruction, Optimizer, ReduceGrads, Send
+from shardc.schedule.instructions import COMPUTE, TRANSFER, Instruction, Optimizer, Send
 from shardc.schedule.replay import replay
 from shardc.schedule.timeline import Timeline
 
@@ -76,6 +76,7 @@ class _Predictor:
             busy = sum(e.end - e.start for e in timeline.events if e.busy)
             bubble = 1 - busy / (timeline.ranks * seconds) if seconds else 0.0
         runs = self._runs(c)
+        count, unit = _tokens(self.reference)
         ranks, model = program.mesh.world_size, flops(self.reference).total
         peak = self.hardware.peak_flops_per_second
         kinds = Counter[Kind]()
@@ -86,7 +87,7 @@ class _Predictor:
             self.name,
             ranks,
             seconds * 1e3,
-            _tokens(self.reference),
+            count,
             model / (ranks * peak * seconds) if seconds else 0.0,
             bubble,
             memory(program).peak,
@@ -103,6 +104,7 @@ class _Predictor:
             costs,
             self._calls(c),
             partial(self._trace, timeline),
+            unit,
         )
 
     # ------------------------------------------------------------------ graphs
@@ -172,7 +174,22 @@ class _Predictor:
                     known.exposed_ms + n * waited[node] * 1e3,
                     known.ms + times * cost.seconds * 1e3,
                 )
+        for row in self._stage_sums(c):
+            rows[row.kind, row.axes, row.phase, row.cause] = row
         return tuple(sorted(rows.values(), key=lambda row: -row.exposed_ms))
+
+    def _stage_sums(self, c: int) -> Iterator[ExposedTime]:
+        """The sums over stages, by what is summed: compute waits for all of each."""
+        sums: dict[tuple[str, Phase], list[tuple[int, float]]] = {}
+        for i in self.program.lists.ranks[c]:
+            for cause, group, size in stage_sums(self.program, c, i):
+                phase: Phase = "opt" if isinstance(i, Optimizer) else "bwd"
+                spent = all_reduce_bytes(size, len(group)), self._sum_seconds(size, group)
+                sums.setdefault((cause, phase), []).append(spent)
+        for (cause, phase), of in sums.items():
+            ms = 1e3 * sum(seconds for _, seconds in of)
+            axes = (self.program.axis,)
+            yield ExposedTime("all_reduce", axes, phase, cause, "", len(of), sum(sent for sent, _ in of), ms, ms)
 
     # ------------------------------------------------------------------ pipelines
     def costs(self) -> Costs:
@@ -197,14 +214,7 @@ class _Predictor:
             group = self._group((c, i.peer))
             return self.hardware.collective_seconds("send", i.bytes, group, graph=True)
         spent = sum(self.timed(graph).seconds for graph in graphs_of(self.program, c, i))
-        if isinstance(i, ReduceGrads) and i.value in self.program.shared:
-            spent += self._sum_seconds(i.bytes, i.group)
-        if isinstance(i, Optimizer) and self.program.epilogues:
-            epilogue = self.program.epilogues[c]
-            outputs = zip(epilogue.norm.outputs, epilogue.norm.output_values, strict=True)
-            sizes = [type_of(v).local_bytes(self.program.body.mesh) for p, v in outputs if p.name in epilogue.totals]
-            spent += sum(self._sum_seconds(size, i.group) for size in sizes)
-        return spent
+        return spent + sum(self._sum_seconds(size, group) for _, group, size in stage_sums(self.program, c, i))
 
     def _sum_seconds(self, size: int, group: tuple[int, ...]) -> float:
         return self.hardware.collective_seconds("all_reduce", size, self._group(group), graph=True)
@@ -230,13 +240,14 @@ def _whole_mesh(program: StagedProgram) -> Mesh:
     return Mesh(axes)
 
 
-def _tokens(reference: Graph) -> int:
-    """Of the first input of whole numbers, its elements; without one, the rows of the first input."""
+def _tokens(reference: Graph) -> tuple[int, Literal["tokens", "samples"]]:
+    """The elements of the first input of whole numbers with two dims; without one, the rows of the first input, which
+    are samples."""
     inputs = [
         type_of(node)
         for port, node in zip(reference.inputs, reference.placeholders, strict=True)
         if port.role == "input" and type_of(node).ndim
     ]
-    ids = [t for t in inputs if not t.dtype.is_floating_point and t.ndim > 1]
+    ids = [t for t in inputs if not t.dtype.is_floating_point and t.ndim == 2]
     rows = ids[0].numel() if ids else inputs[0].shape[0] if inputs else 1
-    return rows * reference.microbatches
+    return rows * reference.microbatches, "tokens" if ids else "samples"

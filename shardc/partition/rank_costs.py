@@ -121,16 +121,21 @@ def parameter_bytes(program: StagedProgram, c: int) -> int:
 
 
 def stage_sum_bytes(program: StagedProgram, c: int, i: Instruction) -> int:
-    """Bytes sent by sums over stages: gradients of tied weights, and terms of the gradients' norm."""
+    """Bytes sent by sums over stages."""
+    return sum(all_reduce_bytes(size, len(group)) for _, group, size in stage_sums(program, c, i))
+
+
+def stage_sums(program: StagedProgram, c: int, i: Instruction) -> list[tuple[str, tuple[int, ...], int]]:
+    """The all-reduces over stages that an instruction does: of what, over which coordinates, of how many bytes."""
     if isinstance(i, ReduceGrads):
-        return _all_reduce(i.bytes, len(i.group)) if i.value in program.shared else 0
-    if isinstance(i, Optimizer):
+        return [("gradients of weights that stages share", i.group, i.bytes)] if i.value in program.shared else []
+    if isinstance(i, Optimizer) and program.epilogues:
         epilogue = program.epilogues[c]
         outputs = zip(epilogue.norm.outputs, epilogue.norm.output_values, strict=True)
         sizes = [type_of(v).local_bytes(program.body.mesh) for port, v in outputs if port.name in epilogue.totals]
-        return sum(_all_reduce(size, len(i.group)) for size in sizes)
-    return 0
+        return [("norm of all stages' gradients", i.group, size) for size in sizes]
+    return []
 
 
-def _all_reduce(size: int, members: int) -> int:
+def all_reduce_bytes(size: int, members: int) -> int:
     return math.ceil(2 * (members - 1) * size / members)

@@ -260,6 +260,7 @@ class _Ranker:
             peak <= self.limits.memory,
             basis,
             why,
+            "tokens" if self.limits.length > 1 else "samples",
         )
 
     def _plan(self, c: Candidate) -> Plan:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from shardc.ir.files import write_text
 from shardc.plan.schema import Plan
@@ -31,13 +31,14 @@ class RankedPlan:
     fits: bool
     basis: str
     reason: str = ""
+    unit: Literal["tokens", "samples"] = "tokens"  # of `tokens_per_s`
 
     def __str__(self) -> str:
         return f"{self.candidate}: {self.step_ms:,.1f} ms, {self.peak_bytes / GIB:.1f} GiB"
 
     def yaml(self) -> str:
         """The plan as a file, with its prediction in comments."""
-        said = f"{self.step_ms:,.1f} ms a step, {self.tokens_per_s:,.0f} tokens/s, MFU {self.mfu:.1%}"
+        said = f"{self.step_ms:,.1f} ms a step, {self.tokens_per_s:,.0f} {self.unit}/s, MFU {self.mfu:.1%}"
         head = [f"predicted: {said}, {self.peak_bytes / GIB:.1f} GiB at the peak", self.basis, self.reason]
         return "".join(f"# {line}\n" for line in head if line) + self.plan.dump()
 
@@ -50,7 +51,7 @@ class RankedPlan:
             "mesh": {name: getattr(c, name) for name in ORDER if getattr(c, name) > 1},
             **{name: getattr(c, name) for name in ("sequence", "rows", "microbatches", "schedule", "virtual")},
             **{name: getattr(c, name) for name in ("zero", "recompute", "reduce", "bucket")},
-            **{name: getattr(self, name) for name in ("step_ms", "tokens_per_s", "mfu", "peak_bytes", "fits")},
+            **{name: getattr(self, name) for name in ("step_ms", "tokens_per_s", "unit", "mfu", "peak_bytes", "fits")},
             "ms": {name: 1e3 * getattr(e, name) for name in parts},
             "memory": {name: round(getattr(e.memory, name)) for name in held},
             "basis": self.basis,
@@ -98,7 +99,8 @@ class Ranking(Sequence[RankedPlan]):
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table: a heading, and a row for each plan and each of the others."""
-        heading = ("", "mesh", "zero", "recompute", "microbatches", "ms", "tokens/s", "MFU", "GiB", "why not")
+        rate = f"{self.best.unit}/s"
+        heading = ("", "mesh", "zero", "recompute", "microbatches", "ms", rate, "MFU", "GiB", "why not")
         rows: list[tuple[str, ...]] = [heading]
         for number, ranked in enumerate((*self.plans, *self.others), 1):
             c = ranked.candidate

@@ -37,7 +37,18 @@ def test_bottlenecks_and_failures_together() -> None:
     assert "onto the other mesh" in second
     data = json.loads(shardc_cli(*COST, *asked, "--json").out)
     assert set(data) == {"bottlenecks", "failures"}
+    assert data["bottlenecks"]["fits"]
     assert 0.99 < data["failures"]["goodput"] < 1
+
+
+def test_a_program_that_does_not_fit_is_said_to() -> None:
+    asked = ["--bottlenecks", "--memory-limit", "1KiB", "--hardware", "h200"]
+    first = shardc_cli(*COST, *asked).out.splitlines()[0]
+    assert first.startswith("does not fit: ")
+    assert first.endswith(" at the peak, of 1 KiB that a rank may hold")
+    held = json.loads(shardc_cli(*COST, *asked, "--json").out)["bottlenecks"]
+    assert (held["fits"], held["memory_limit"]) == (False, 1024)
+    assert held["peak_bytes"] > 1024
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def test_dependent_products_add_up() -> None:
     # Forward, and both gradients of every layer, without that of the batch.
     assert predicted.step_ms == pytest.approx(1e3 * (3 * 4 - 1) * 2 * 64 * 256 * 256 / 1e12, rel=1e-3)
     assert predicted.mfu == pytest.approx(1.0, rel=1e-3)
-    assert predicted.tokens == 64
+    assert (predicted.tokens, predicted.unit) == (64, "samples")
+    assert "samples/s" in str(predicted)
     assert predicted.peak_bytes == program.memory().peak
 
 
@@ -180,3 +181,22 @@ def test_no_collective_is_exposed_for_longer_than_it_takes() -> None:
     for row in predicted.exposed_ms:
         assert 0 < row.exposed_ms <= row.ms * (1 + 1e-9)
     assert 0.9 * predicted.step_ms < predicted.exposed_total_ms < predicted.step_ms
+
+
+def test_sums_over_stages_are_exposed() -> None:
+    plan = {
+        "pipeline": {"microbatches": 2, "schedule": "1f1b", "split": ["layers.1"]},
+        "clip_grad_norm": 1.0,
+    }
+    model, ids = Tied(), torch.randint(0, 64, (8, 16))
+    program = shardc.compile(model, ids, mesh="pp=2", plan=plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    slow = dataclasses.replace(FLAT, link_bytes_per_second=1e6)
+    predicted = program.predict(slow)
+    assert predicted.unit == "tokens"
+    rows = {row.cause: row for row in predicted.exposed_ms if row.axes == ("pp",)}
+    tied, norm = rows["gradients of weights that stages share"], rows["norm of all stages' gradients"]
+    size = 4 * (64 * 32 + 2 * 32)  # of the table and of the norm: 2 (k-1)/k of each
+    assert (tied.kind, tied.phase, tied.times, tied.bytes) == ("all_reduce", "bwd", 3, size)
+    assert tied.exposed_ms == tied.ms == pytest.approx(1e3 * size / 1e6, rel=1e-3)
+    assert (norm.phase, norm.times, norm.bytes) == ("opt", 1, 8)
+    assert sum(row.exposed_ms for row in rows.values()) < predicted.step_ms

@@ -217,6 +217,8 @@ def test_buckets_of_a_small_model_are_small() -> None:
     model, images = Mixer(1), torch.randn(8, 3, 16, 16)
     ranking = shardc.autoplan(model, images, gpus=2, keep={"mesh": "dp=2"}, precision=None, confirm=0)
     assert ranking.best.peak_bytes < 2**20 < MACHINE.bucket_bytes
+    assert ranking.rows()[0][6] == "samples/s", "images are no tokens"
+    assert " samples/s" in ranking.best.yaml()
 
 
 def test_errors_say_what_would_help() -> None:

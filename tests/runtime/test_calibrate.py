@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks import fit_hardware
+from benchmarks import fit_hardware, fit_power
 from shardc import ShardcError
 from shardc.cli import main
 from shardc.ir.device_rates import ProductRate
-from shardc.ir.hardware import DEFAULT, Group, Hardware
+from shardc.ir.hardware import DEFAULT, Group, Hardware, Power
 from shardc.plan import hardware as files
 from shardc.runtime.calibrate.calibrate import Machine, hardware_text
 from shardc.runtime.calibrate.fit import kind_of, product_rate, tables
@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks/measurements/h200.jsonl"
 FILE = ROOT / "configs/hardware/h200-nvlink.yaml"
 ROWS = read_rows(MEASURED)
+CALIBRATED = read_rows(MEASURED.with_name("h200_calibrate.jsonl"))
 H200 = files.read_file(FILE)
 ERRORS = list(fit_hardware.errors(ROWS, H200))
 
@@ -36,8 +37,27 @@ ERRORS = list(fit_hardware.errors(ROWS, H200))
 # ---------------------------------------------------------------------- the H200's file
 def test_the_file_is_what_the_measurements_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = fit_hardware.text(fit_hardware.fitted(ROWS), "benchmarks/measurements/h200.jsonl")
+    fitted = fit_hardware.with_power(fit_hardware.fitted(ROWS, CALIBRATED), H200.tables.power)
+    text = fit_hardware.text(fitted, "benchmarks/measurements/h200.jsonl")
     assert text == FILE.read_text(), "python -m benchmarks.fit_hardware writes it"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_limit_of_power_is_what_steps_of_one_gpu_come_to() -> None:
+    steps = list(fit_power.steps(H200))
+    assert len(steps) == 8
+    assert fit_power.fitted(steps, H200.tables.power.most) == H200.tables.power
+    assert max(abs(one.predicted(H200.tables.power) / one.measured - 1) for one in steps) < 0.06
+
+
+def test_a_known_limit_of_power_comes_back() -> None:
+    known = Power(sustained=0.91, relief=0.4, most=1.15)
+    steps = [
+        fit_power.OneGpuStep("", 0.0, products, others) for products in (0.02, 0.1, 0.3) for others in (0.01, 0.05)
+    ]
+    steps = [step._replace(measured=step.predicted(known)) for step in steps]
+    assert fit_power.fitted(steps, known.most) == known
 
 
 def test_no_step_of_several_gpus_is_fitted() -> None:
@@ -335,6 +355,9 @@ def test_the_command_fits_a_file(tmp_path: Path) -> None:
     assert hardware.tables.attention == H200.tables.attention
     assert hardware.tables.memory == H200.tables.memory
     assert not hardware.tables.products, "the file has no measurement of products alone"
+    assert "no measurement of products: their rates are the default's" in done.stderr
+    assert "kernels" not in done.stderr
+    assert "# Not measured, and as in default.yaml, which is no machine: products.\n" in output.read_text()
     (tmp_path / "none.jsonl").write_text("{")
     beside = CliRunner().invoke(
         main.app, ["calibrate", "--from", str(MEASURED), "--world", "4", "--rows", "rows.jsonl"]

@@ -71,9 +71,11 @@ class SpreadTaps(Pass):
             elif node.target in (aten.unfold.default, aten.unfold_backward.default):
                 unfold(graph, node, lengths)
             elif node.target in POOLS:
-                lengths |= {pool(graph, node, lengths, () if turned else self.lengths)} - {None}
+                made = pool(graph, node, lengths, () if turned else self.lengths)
+                lengths |= set() if made is None else {made}
             elif node.target in SLICES:
-                lengths |= {every_so_many(graph, node, lengths)} - {None}
+                made = every_so_many(graph, node, lengths)
+                lengths |= set() if made is None else {made}
             elif node.target is aten.sum.dim_IntList:
                 self._sum(node)
         graph.erase_dead()  # what is rewritten says nothing of how rows lie

@@ -124,6 +124,14 @@ def about(machine: Machine) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def not_measured(rows: Sequence[Row]) -> list[str]:
+    """What a file of these rows takes from the default, which is no machine."""
+    kinds = {row["kind"] for row in rows}
+    taken = {"product": "products", "ceiling": "kernels by size", "collective": "collectives"}
+    alone = next((row["world"] == 1 for row in rows if row["kind"] == "machine"), False)
+    return [what for kind, what in taken.items() if kind not in kinds and not (alone and kind == "collective")]
+
+
 def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
     """The file of hardware that rows come to. Where none says of which machine they are, they are taken to be of one
     node with as many GPUs as the largest group has."""
@@ -152,7 +160,8 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
         "contention": "measured: medians beside each other, by those alone",
     }
     Hardware.of({**told, **fitted})  # refuses what no file may have
-    return hardware_yaml({**told, **fitted}, sources, title)
+    missing = [f"Not measured, and as in default.yaml, which is no machine: {what}." for what in not_measured(rows)]
+    return hardware_yaml({**told, **fitted}, sources, [*title, *missing])
 
 
 def title_of(machine: Row) -> list[str]:
