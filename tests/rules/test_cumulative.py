@@ -174,7 +174,7 @@ def test_halves_are_rounded_once(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float32, torch.float64)], ids=str)
 def test_gradients_of_products(dim: int, share: float, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """With no zeros, with one and with many; a row of zeros alone; one number; and what is infinite or no number."""
-    for seed, odd in [(s, odd) for s in range(20) for odd in (False, True)]:
+    for seed, odd in [(s, odd) for s in range(4) for odd in (False, True)]:
         torch.manual_seed(seed)
         for shape in ((5, 7, 3), (1, 4), (4, 1), (1,)):
             x = torch.randn(shape, dtype=dtypes[0])
