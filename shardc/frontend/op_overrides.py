@@ -104,9 +104,35 @@ def dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return aten.native_dropout(x, p, train)[0] if train and p > 0.0 else x
 
 
+def cumprod_backward(g: Tensor, x: Tensor, dim: int, y: Tensor) -> Tensor:
+    """The gradient of `y = cumprod(x, dim)`, of x's shape, by prefix sums and products alone.
+
+    Before the first zero it is the sum of g y from there on, over x; at it the same sum, of products without it; after
+    it 0. Of fakes, torch 2.11 takes a product for each element; with scatter and gather, 2.13 does as much as here.
+    A gradient that is differentiated in turn, and that of complex numbers, is torch's own.
+    """
+    if torch.is_grad_enabled() or x.is_complex() or y.is_complex():
+        return aten.cumprod_backward.default.decompose(g, x, dim, y)
+    if x.numel() <= 1 or x.shape[dim] == 1:
+        return g
+
+    def from_here_on(t: Tensor) -> Tensor:
+        return t.flip(dim).cumsum(dim).flip(dim)
+
+    zero = x == 0
+    zeros = zero.cumsum(dim)
+    before, first = zeros == 0, zero & (zeros == 1)
+    without = torch.where(first, 1.0, x).cumprod(dim, dtype=y.dtype)
+    at_first = from_here_on(torch.where(zeros == 1, g * without, 0.0))
+    return torch.where(before, from_here_on(torch.where(before, g * y, 0.0)) / x, torch.where(first, at_first, 0.0))
+
+
 def overrides() -> dict[str, Callable[..., Any]]:
     """ATen op -> stand-in, for `torch_compat.override_aten`."""
-    return {"linear": linear, "scaled_dot_product_attention": attention, "_grouped_mm": grouped_mm, "dropout": dropout}
+    return {
+        "linear": linear, "scaled_dot_product_attention": attention, "_grouped_mm": grouped_mm, "dropout": dropout,
+        "cumprod_backward": cumprod_backward,
+    }  # fmt: skip
 
 
 class RandomOps:

@@ -63,7 +63,7 @@ pointwise([getattr(aten, name).default for name in SMOOTH_AND_STEPS.split()], UN
 pointwise([getattr(aten, name).default for name in LINEAR.split()], UNARY, linear="joint")
 pointwise(ACCUMULATE, UNARY, linear="joint")
 pointwise(check_index, [example((4, 6), 8, ints={"index": 8})])
-pointwise(assume, [example((), bools=("holds",))])
+pointwise(assume, [example((), ints={"holds": lambda shape: torch.ones(list(shape), dtype=torch.bool)})])
 pointwise(after, [example((), (), bools=("checked",)), example((4, 6), (), bools=("checked",))], linear=(0,))
 pointwise(aten.threshold.default, [((4, 6), 0.3, -1.0)])
 pointwise([aten.bitwise_not.default], [example((4, 6), ints={"self": 8}), example((4, 6), bools=("self",))])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import shardc
 from shardc import torch_compat
-from shardc.frontend.op_overrides import WHOLE_OPS, overrides, undifferentiated
+from shardc.frontend.op_overrides import WHOLE_OPS, cumprod_backward, overrides, undifferentiated
 from shardc.frontend.trace import trace
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import op_name
@@ -65,6 +65,7 @@ CHECKS: dict[str, Check] = {
     "attention, causal": (lambda q, k, v: attention(q, k, v, is_causal=True), (draw(1, 2, 3, 2), K, V)),
     "attention, a mask": (lambda q, k, v: attention(q, k, v, SEEN), (draw(1, 2, 3, 2), K, V)),
     "attention, a bias": (attention, (draw(1, 2, 3, 2), K, V, draw(3, 5))),
+    "cumprod_backward": (lambda g, x: cumprod_backward(g, x, 1, x.cumprod(1)), (draw(2, 4), draw(2, 4) + 1)),
     "attention, grouped": (lambda q, k, v: attention(q, k, v, enable_gqa=True, scale=0.3), (Q, K, V)),
 }
 
@@ -137,9 +138,15 @@ class Attends(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
+class Products(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x.abs() < 0.2, 0.0, x).cumprod(1)
+
+
 BODIES = {
     "linear": lambda: nn.Linear(8, 8),
     "attention": Attends,
+    "products": Products,
     "layer": lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True),
 }
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from shardc.frontend.op_overrides import cumprod_backward
+from shardc.frontend.trace import trace
 from shardc.ir.blocks import truncated
 from shardc.ir.graph import Graph, Port, ValueInfo, info, set_info, update
 from shardc.ir.mesh import Mesh
@@ -167,6 +169,43 @@ def test_halves_are_rounded_once(kind: str, dtype: torch.dtype) -> None:
         assert (found.double() - exact).abs().mean() <= 1.1 * (eager.double() - exact).abs().mean()
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("share", [0.0, 0.15, 0.6, 1.0])
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float32, torch.float64)], ids=str)
+def test_gradients_of_products(dim: int, share: float, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """With no zeros, with one and with many; a row of zeros alone; one number; and what is infinite or no number."""
+    for seed, odd in [(s, odd) for s in range(4) for odd in (False, True)]:
+        torch.manual_seed(seed)
+        for shape in ((5, 7, 3), (1, 4), (4, 1), (1,)):
+            x = torch.randn(shape, dtype=dtypes[0])
+            x = torch.where(torch.rand(shape) < share, torch.tensor([0.0, -0.0])[torch.randint(0, 2, shape)], x)
+            if odd:
+                x = torch.where(torch.rand(shape) < 0.05, math.nan, x)
+            x, dim = x.requires_grad_(), dim % x.dim()
+            y = x.to(dtypes[1]).cumprod(dim)
+            g = torch.randn_like(y)
+            (expected,) = torch.autograd.grad(y, x, g)
+            with torch.no_grad():
+                found = cumprod_backward(g.to(x.dtype), x, dim, y).to(x.dtype)
+            rtol = 1e-12 if x.dtype == torch.float64 else 1e-5
+            torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol, equal_nan=True)
+
+
+def test_gradients_of_products_take_no_product_for_each_element() -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(64, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.w).cumprod(0).sum()
+
+    traced = trace(Products(), torch.ones(64, 3))
+    targets = [node.target for node in traced.graph.nodes]
+    assert targets.count(torch.ops.aten.cumprod.default) == 2
+    assert targets.count(torch.ops.aten.cumsum.default) == 3
+
+
 # ------------------------------------------------------------------------------------------------ models
 class Prefixes(nn.Module):
     """Prefixes of values that want a gradient, and of numbers that want none."""
@@ -267,8 +306,12 @@ def test_totals_of_others_are_needed(target: Any) -> None:
 
 
 def test_explain_tells_why_totals_are_gathered() -> None:
-    told = "\n".join(str(p.explain(c.value)) for p in [prefixes(16, "cp=2", "none")] for c in p.collectives()
-                     if c.kind == "all_gather")  # fmt: skip
+    class Greatest(Prefixes):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(ids, labels) + self.tokens(ids).max(1).values.mean()
+
+    program = compiled(Greatest(), 16, "cp=2", "none")
+    told = "\n".join(str(program.explain(c.value)) for c in program.collectives() if c.kind == "all_gather")
     for what in ("sum", "product", "log-sum-exp", "extreme"):
         assert f"those of other ranks come as one {what}" in told
     assert "its greatest or least row is found of one of each rank" in told
