@@ -233,11 +233,10 @@ class Ranks:
     def _run(self, index: int, graph: Graph, inputs: Blocks, released: Collection[str]) -> dict[Port, Block | None]:
         """Account for the memory held while a graph runs; returns the memory of its outputs.
 
-        `released` are the names of inputs that only the run itself still holds.
+        `released` are the names of inputs that only the run itself still holds: those that it does not read are gone.
         """
         body = self._body(graph)
-        held = [name for name in released if name in body.inputs]  # members of a bundle that no call reads are gone
-        owned = {block: name for name in held if (block := inputs[name]) is not None and not block.uses}
+        owned = {b: name for name in released if name in body.inputs and (b := inputs[name]) and not b.uses}
         begun = {port.name for port in graph.outputs if port.role == "sum" and port.name not in self.sums}
         key = (id(graph), frozenset(owned.values()), frozenset(begun))
         if key not in self.runs:
