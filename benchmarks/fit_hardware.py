@@ -32,8 +32,9 @@ import torch
 
 from benchmarks import fit_power
 from shardc.ir.device_rates import ProductRate
-from shardc.ir.hardware import Hardware, Power
+from shardc.ir.hardware import Hardware
 from shardc.ir.links import Group
+from shardc.ir.slowdowns import Power
 from shardc.runtime.calibrate.fit import BACKWARD, contention, kind_of, memory_points, tables
 from shardc.runtime.calibrate.rows import Row, read_rows
 from shardc.runtime.calibrate.write import hardware_yaml

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from benchmarks import own_steps, predicted_steps
 from shardc.cost.prediction import Prediction
-from shardc.ir.hardware import Hardware, Power
+from shardc.ir.hardware import Hardware
+from shardc.ir.slowdowns import Power
 
 SUSTAINED = [round(0.85 + 0.001 * n, 3) for n in range(151)]
 RELIEF = [round(0.005 * n, 3) for n in range(201)]

@@ -3,9 +3,10 @@
     python -m benchmarks.plan_order                 4 ranks where there are 8 cores, 2 otherwise
     python -m benchmarks.plan_order --tiny          a model of two small layers: whether it runs, not how fast
 
-The machine is calibrated as `shardc calibrate --device cpu` does it, with a core a rank. Then eight plans of one model
-are compiled, and each predicted on that hardware. Their steps are measured in rounds: each round takes a few steps of
-every plan, in another order, so that what else runs on the machine hits them alike. A JSON line a plan, and in the end
+The machine is calibrated as `shardc calibrate --device cpu` does it, with a core a rank. All processes keep the memory
+that they free (glibc's thresholds): else a step faults its pages in anew. Then eight plans of one model are compiled,
+and each predicted on that hardware. Their steps are measured in rounds: each round takes a few steps of every plan, in
+another order, so that what else runs on the machine hits them alike. A JSON line a plan, and in the end
 Spearman's rank correlation of predicted and measured milliseconds: of the medians over all rounds, and of each round
 alone (the least and the median of those). `alone` is a step of one rank, which has no collectives.
 
@@ -28,6 +29,9 @@ from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a core a rank, as torchrun has it; before torch is imported
+# Ranks keep the memory that they free: without, a tenth of a step is page faults.
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**36))
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**36))
 
 import torch
 import torch.distributed as dist

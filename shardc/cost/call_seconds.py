@@ -82,6 +82,7 @@ class _Costs:
         self.unread = unread_bytes(graph)
         rate = self.hardware.tables.cache
         self.cache = None if rate is None else Cache(rate.bytes)
+        self.elements = dict(self.hardware.tables.elements)
         self.cached = 0  # bytes of the call at hand that the cache has
         self._twice = {frozenset(axes) for axes in axes_used_twice(graph)}
 
@@ -129,7 +130,10 @@ class _Costs:
         kind: Kind = "copy" if packet in COPIES else "reduction" if packet in REDUCTIONS else "elementwise"
         size += self._read(node, name, packet, made)
         share = WIDENING if self._widens(node, packet) else SHARES.get(packet, 1.0)
-        return CallCost(kind, self._moving(size) / share, LAUNCHES.get(packet, 1))
+        seconds = self._moving(size) / share
+        if each := self.elements.get(packet):
+            seconds = max(seconds, each * max(self._elements(v) for v, _ in yields(node)))
+        return CallCost(kind, seconds, LAUNCHES.get(packet, 1))
 
     def _fused(self, kernel: Kernel, *, looped: bool) -> CallCost:
         """What it reads and writes; `looped` rows once more for each of their reductions but the first. Sums over rows
@@ -152,6 +156,9 @@ class _Costs:
     # ------------------------------------------------------------------ bytes
     def _operand(self, value: fx.Node) -> Operand:
         return self.layouts.operands[value]
+
+    def _elements(self, value: fx.Node) -> int:
+        return math.prod(self._operand(value).shape)
 
     def _bytes(self, value: fx.Node) -> int:
         """Of a value's distinct elements: one that is expanded is read from where it lies."""

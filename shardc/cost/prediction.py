@@ -56,7 +56,8 @@ class Prediction:
     their peak. `bubble` is the share of the step in which ranks of a pipeline do no work. `idle_ms` is how long compute
     waits for the host to launch kernels, `gaps_ms` the time between kernels. `replicated` is the share of a rank's
     FLOPs that are not the model's: work that several ranks do alike, padding, what is recomputed, and of a pipeline
-    what its longest stage has more than a mean one.
+    what its longest stage has more than a mean one. Of `exposed_ms`, collectives take the compute's cores for
+    `taken_ms`, and `met_ms` are waits for ranks that come later than others.
     """
 
     hardware: str
@@ -80,6 +81,8 @@ class Prediction:
     calls: Mapping[CallTime, Kind] = field(default_factory=dict[CallTime, Kind], compare=False, repr=False)
     events: Callable[[], dict[str, Any]] = field(default=dict[str, Any], compare=False, repr=False)
     unit: Literal["tokens", "samples"] = "tokens"  # what `tokens` counts
+    taken_ms: float = 0.0
+    met_ms: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -122,7 +125,10 @@ class Prediction:
     def __str__(self) -> str:
         kinds = [f"{kind} {self.kinds_ms[kind]:.2f}" for kind in KINDS if self.kinds_ms.get(kind)]
         step = f"step {self.step_ms:.2f} ms, {self.tokens_per_s:,.0f} {self.unit}/s, MFU {self.mfu:.1%}"
-        waits = f"collectives {self.exposed_total_ms:.2f}, host {self.idle_ms:.2f} ms; bubble {self.bubble:.1%}"
+        of_those = [f"{self.taken_ms:.2f} on the compute's cores"] if self.taken_ms else []
+        of_those += [f"{self.met_ms:.2f} for slower ranks"] if self.met_ms else []
+        causes = f" (of which {', '.join(of_those)})" if of_those else ""
+        waits = f"collectives {self.exposed_total_ms:.2f}{causes}, host {self.idle_ms:.2f} ms; bubble {self.bubble:.1%}"
         lines = [
             f"{step}, peak {human_bytes(self.peak_bytes)}, on {self.ranks} x {self.hardware}",
             f"ms of a rank: {', '.join(kinds)}; gaps {self.gaps_ms:.2f}",

@@ -8,6 +8,10 @@
 A kernel starts when the host has issued it and its stream is free. A collective begins, beside that, when compute has
 come to where it begins (`ir.overlap_schedule`), and compute stands still where it is waited for until it has ended. The
 time that compute stands still is exposed: it is the collective's, or the host's.
+
+Where collectives take the cores that compute (`Contention.cores`), compute stands still for that share of each from
+when it begins, and what is left may be hidden. Ranks do not begin a collective at the same time (`Meetings`): it starts
+when the last one comes, by what has been computed since compute last stood still for one.
 """
 
 from __future__ import annotations
@@ -62,6 +66,8 @@ class Timed:
     idle: float = 0.0
     gaps: float = 0.0
     launches: int = 0
+    taken: float = 0.0  # of the compute's cores, by collectives
+    met: float = 0.0  # compute stood still for slower ranks
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,10 @@ class _Streams:
         # End, seconds, `busy` where it began, and how long it waited for the host.
         self.arrives: dict[fx.Node, tuple[float, float, float, float]] = {}
         self.busy = 0.0  # of compute so far
+        self.met = 0.0  # `busy` when compute last stood still for a collective
+        self.late: dict[fx.Node, float] = {}  # how much later than it could a collective began, for slower ranks
         contention = hardware.tables.contention
+        self.cores, self.meetings = contention.cores, hardware.tables.meetings
         self.factors = dict.fromkeys(KINDS, contention.memory) | {
             "product": contention.product,
             "attention": contention.attention,
@@ -197,13 +206,21 @@ class _Streams:
         timed.launches += 1
         ready = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0))
         start = max(ready, timed.host)
+        here = max(self.free[COMPUTE], timed.host)
+        self.late[node] = max(0.0, here + self.meetings.wait(self.busy - self.met) - start)
+        start += self.late[node]
         end = start + cost.seconds
         timed.kinds["collective"] = timed.kinds.get("collective", 0.0) + cost.seconds
         timed.spans.append(Span(about.name, "collective", cost.stream, start, end, about.phase, microbatch))
         self.free[cost.stream] = end
         self.under_way[cost.stream] = start, end
         self.begun.setdefault(cost.stream, []).append((node, start, end))
-        self.arrives[node] = end, cost.seconds, self.busy, start - ready
+        self.arrives[node] = end, cost.seconds, self.busy, start - self.late[node] - ready
+        if taken := self.cores * cost.seconds:
+            self.free[COMPUTE] = max(self.free[COMPUTE], timed.host) + taken
+            timed.taken += taken
+            timed.exposed.append(Exposed(node, taken))
+            timed.by_call[node] = timed.by_call.get(node, 0.0) + taken
 
     def _wait(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
         free, (end, seconds, busy, late) = self.free[COMPUTE], self.arrives.pop(node)
@@ -213,6 +230,8 @@ class _Streams:
             host = min(late, max(0.0, end - free - seconds))
             self.timed.idle += host
             self._expose(node, cost.stream, free, end, end - free - host)
+            self.timed.met += min(self.late[node], end - free)
+            self.met = self.busy
             self.timed.by_call[node] = self.timed.by_call.get(node, 0.0) + end - free
             self.free[COMPUTE] = end
         if cost.after:

@@ -14,6 +14,8 @@ less than LEAST of the step is no bottleneck, so a program may have none.
     odd sizes                  products of 16-bit tensors whose rows are all multiples of what matrix units are fed
     tiny microbatches          fewer and larger ones; many small kernels: those that cost nothing to start
     recompute                  the same plan without it, where memory allows
+    shared cores               collectives that leave the compute's cores alone (ranks of CPUs)
+    slower ranks               ranks that come to each collective at the same time
 """
 
 from __future__ import annotations
@@ -117,6 +119,8 @@ def bottlenecks(
     found.odd_sizes()
     found.small_kernels()
     found.recompute()
+    found.shared_cores()
+    found.slower_ranks()
     causes = sorted(found.causes, key=lambda cause: -cause.saved_ms)
     return Bottlenecks(found.predicted, tuple(cause for cause in causes if cause.share >= LEAST), memory)
 
@@ -175,6 +179,24 @@ class _Causes:
     def _less_traffic(self, axes: str) -> str:
         sent = f"give {axes} fewer ranks and another axis more"
         return f"{sent}, or hide it: more rows of the batch a rank for each byte that is sent"
+
+    def shared_cores(self) -> None:
+        contention = self.hardware.tables.contention
+        if not contention.cores:
+            return
+        alone = {**contention.model_dump(), "cores": 0.0}
+        other = self.predict(self.staged, self.hardware.changed({"contention": alone}))
+        what = f"threads of collectives take the cores that compute for {self.predicted.taken_ms:.3f} ms"
+        change = "fewer bytes to send, or cores beside those that compute"
+        self.add("shared cores", what, other, "with cores of their own", change)
+
+    def slower_ranks(self) -> None:
+        if not self.hardware.tables.meetings.jitter_seconds:
+            return
+        other = self.predict(self.staged, self.hardware.changed({"meetings": {}}))
+        what = f"ranks wait for those that come later to a collective, {self.predicted.met_ms:.3f} ms"
+        change = "fewer collectives that compute waits for: buckets, or an axis whose collectives can be hidden"
+        self.add("slower ranks", what, other, "with ranks that come at the same time", change)
 
     def across_nodes(self) -> None:
         """Axes whose groups span nodes although a node has room for them: each is laid innermost, in turn."""

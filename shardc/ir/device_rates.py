@@ -106,11 +106,14 @@ def _logs(batch: int, rows: int, columns: int, depth: int) -> tuple[float, ...]:
 class AttentionRate(Table):
     """A fused attention, forward or backward, of some dtypes.
 
-    T = start_seconds + key_seconds * sequence + FLOPs (1 + tile / sequence) / (flops_per_second * share of the width)
+    T = start_seconds + key_seconds * sequence + FLOPs (1 + tile / sequence) (1 + score_width / width) / rate
+
+    `rate` is flops_per_second times the share that heads of that width reach.
 
     The rate is that of long sequences and many heads. Of a causal one, half of each tile on the diagonal is computed
     for nothing, which is a share of tile / sequence. The last block of rows meets all keys while other units idle,
-    which takes time by the keys.
+    which takes time by the keys. Where scores are written to memory, as on a CPU, softmax takes as long as the products
+    of a head of `score_width` elements.
     """
 
     dtypes: tuple[Dtype, ...]
@@ -118,6 +121,7 @@ class AttentionRate(Table):
     start_seconds: Delay = 0.0
     key_seconds: Delay = 0.0
     tile: Annotated[int, Field(ge=0, le=2**16)] = 0
+    score_width: Annotated[int, Field(ge=0, le=2**16)] = 0
     backward: bool = False
     backend: str = ""
     widths: tuple[tuple[Extent, Annotated[float, Field(gt=0, le=1)]], ...] = ()  # of heads up to so wide, growing
@@ -125,5 +129,6 @@ class AttentionRate(Table):
     def seconds(self, flops: float, sequence: int, width: int) -> float:
         sequence = sequence or SEQUENCE
         share = next((share for most, share in self.widths if width <= most), 1.0) if width else 1.0
-        computing = flops * (1 + self.tile / sequence) / (self.flops_per_second * share)
+        scores = self.score_width / width if width else 0.0
+        computing = flops * (1 + self.tile / sequence) * (1 + scores) / (self.flops_per_second * share)
         return self.start_seconds + self.key_seconds * sequence + computing

@@ -31,6 +31,7 @@ from shardc.ir.device_rates import AttentionRate, ProductRate, Table
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
 from shardc.ir.links import Group, Level, collective_seconds, extents_of, sent_share
 from shardc.ir.mesh import Mesh
+from shardc.ir.slowdowns import Contention, Elements, Meetings, Power
 
 Number = int | float
 
@@ -69,39 +70,6 @@ def _whole(default: int, least: int, most: int, *, binary: bool = False) -> int:
     return dataclasses.field(default=default, metadata={"range": Range(least, most, whole=True, binary=binary)})
 
 
-Slowdown = Annotated[float, Field(ge=1, le=100)]
-
-
-class Contention(Table):
-    """How many times as long work takes that runs beside a collective, and a collective beside such work."""
-
-    product: Slowdown = 1.0
-    attention: Slowdown = 1.0
-    memory: Slowdown = 1.0
-    collective: Slowdown = 1.0
-
-
-class Power(Table):
-    """What a limit of power makes of the products' rate over a step: it falls while a device does nothing else, and
-    rises again while it does.
-
-    W / most <= seconds of products = W / sustained - relief * (all other seconds of the step)
-
-    W are their seconds at the rate of `products`. A device that does nothing else reaches the share `sustained` of that
-    rate, and no device more than `most` of it.
-    """
-
-    sustained: Annotated[float, Field(gt=0, le=1)] = 1.0
-    relief: Annotated[float, Field(ge=0, le=10)] = 0.0
-    most: Annotated[float, Field(ge=1, le=10)] = 1.0
-
-    def factor(self, products: float, others: float) -> float:
-        """How many times as long as by the table products take, in a step that has so many seconds of both."""
-        if not products:
-            return 1.0
-        return max(1 / self.most, 1 / self.sustained - self.relief * others / products)
-
-
 class CacheRate(Table):
     """The last-level cache: how many bytes of tensors it holds, and the seconds of an elementwise kernel whose operands
     and results it holds."""
@@ -112,7 +80,8 @@ class CacheRate(Table):
 
 class Tables(Table):
     """What refines the quantities. Of two entries of `products` or `attention` for a dtype the first counts; `memory`
-    has the seconds of an elementwise kernel by the bytes that it reads and writes; `links` begin inside the node."""
+    has the seconds of an elementwise kernel by the bytes that it reads and writes, `elements` those of an element of an
+    op that computes for longer than it moves; `links` begin inside the node."""
 
     products: tuple[ProductRate, ...] = ()
     attention: tuple[AttentionRate, ...] = ()
@@ -121,6 +90,8 @@ class Tables(Table):
     links: tuple[Level, ...] = ()
     contention: Contention = Contention()
     power: Power = Power()
+    meetings: Meetings = Meetings()
+    elements: Elements = ()
 
     def without(self, quantity: str) -> Tables:
         """The tables that still hold where a quantity has another value: those that it refines do not."""

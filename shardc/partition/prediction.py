@@ -49,6 +49,7 @@ class _Predictor:
         self.products = 1.0  # how many times as long as by the table products take
         self._costs: dict[Graph, dict[fx.Node, CallCost]] = {}
         self._timed: dict[Graph, Timed] = {}
+        self._work: dict[int, dict[Send, Instruction]] = {}  # by coordinate, what it computes last before each send
 
     def _step(self) -> tuple[float, int, Timeline | None, Costs | None]:
         """The seconds of a step, the coordinate that works longest, and of a pipeline the timeline and its costs."""
@@ -105,6 +106,8 @@ class _Predictor:
             self._calls(c),
             partial(self._trace, timeline),
             unit,
+            sum(t.taken * n for t, n in runs) * 1e3,
+            sum(t.met * n for t, n in runs) * 1e3,
         )
 
     # ------------------------------------------------------------------ graphs
@@ -212,9 +215,27 @@ class _Predictor:
         """How long an instruction of a coordinate's list takes."""
         if isinstance(i, Send):
             group = self._group((c, i.peer))
-            return self.hardware.collective_seconds("send", i.bytes, group, graph=True)
+            late = self.hardware.tables.meetings.wait(self._computed_before(c, i))
+            return late + self.hardware.collective_seconds("send", i.bytes, group, graph=True)
         spent = sum(self.timed(graph).seconds for graph in graphs_of(self.program, c, i))
         return spent + sum(self._sum_seconds(size, group) for _, group, size in stage_sums(self.program, c, i))
+
+    def _computed_before(self, c: int, send: Send) -> float:
+        """The seconds of what a coordinate's list computes last before it sends."""
+        work = self._last_work(c).get(send)
+        return 0.0 if work is None else sum(self.timed(graph).compute for graph in graphs_of(self.program, c, work))
+
+    def _last_work(self, c: int) -> Mapping[Send, Instruction]:
+        if c not in self._work:
+            last: Instruction | None = None
+            of: dict[Send, Instruction] = {}
+            for i in self.program.lists.ranks[c]:
+                if isinstance(i, COMPUTE):
+                    last = i
+                elif isinstance(i, Send) and last is not None:
+                    of[i] = last
+            self._work[c] = of
+        return self._work[c]
 
     def _sum_seconds(self, size: int, group: tuple[int, ...]) -> float:
         return self.hardware.collective_seconds("all_reduce", size, self._group(group), graph=True)

@@ -148,7 +148,7 @@ class _Step:
             return 0.0
         collective *= self.slowdown.collective
         shown = max(collective / count, collective - work * (count - 1) / count)
-        return shown + (self.slowdown.product - 1) * (collective - shown)
+        return shown + (self.slowdown.product - 1 + self.slowdown.cores) * (collective - shown)
 
     def _gathered(self, owned: Sequence[Stage]) -> float:
         """ZeRO-3: how long a rank waits in a microbatch for weights, gathered in forward and again in backward."""

@@ -140,3 +140,19 @@ def test_a_collective_packs_what_does_not_lie_in_rows_of_its_ranks() -> None:
         assert cost.after == pytest.approx(copied)
         assert cost.before == 0  # it is sent as it lies
         assert cost.seconds == pytest.approx(20e-6 + 64 * 64 * 4 / 2 / 5e11)
+
+
+def test_ops_that_compute_for_longer_than_they_move() -> None:
+    """By the table's seconds of an element, and no less than by memory."""
+    quick, slow = (Hardware.of({"elements": {"gelu": each}, "memory_bytes_per_second": 1e12}) for each in (1e-13, 1e-9))
+
+    def gelu(b: Builder) -> fx.Node:
+        return b.call("y", "f32[64, 64]", aten.gelu.default, b.input("x", "f32[64, 64]", "input"))
+
+    def neg(b: Builder) -> fx.Node:
+        return b.call("y", "f32[64, 64]", aten.neg.default, b.input("x", "f32[64, 64]", "input"))
+
+    moving = 2 * 4 * 64 * 64 / 1e12
+    assert cost_of(gelu, quick).seconds == pytest.approx(moving)
+    assert cost_of(gelu, slow).seconds == pytest.approx(1e-9 * 64 * 64)
+    assert cost_of(neg, slow).seconds == pytest.approx(moving)

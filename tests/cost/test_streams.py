@@ -144,6 +144,63 @@ def test_work_beside_a_collective_takes_longer() -> None:
     assert found.seconds == pytest.approx(2 * PRODUCT + REDUCED, rel=1e-2)
 
 
+def with_tables(**tables: object) -> Hardware:
+    return dataclasses.replace(FLAT, tables=FLAT.tables.model_validate(tables))
+
+
+@pytest.mark.parametrize("products", [1, 100])
+def test_a_collective_on_the_computes_cores_hides_what_is_left(products: int) -> None:
+    """Compute stands still for 0.75 of it, wherever it is waited for; the rest passes behind products."""
+    drawn = Drawn()
+    drawn.reduce()
+    reduced = len(drawn.values) - 1
+    drawn.product(0)
+    for _ in range(products - 1):
+        drawn.product()
+    beside = drawn.values[-1]
+    drawn.values.append(drawn.builder.call("both", TYPE, aten.mm.default, drawn.values[reduced], beside))
+    found, _ = timed(drawn.graph(), with_tables(contention={"cores": 0.75}))
+    taken, hidden = 0.75 * REDUCED, products * PRODUCT
+    assert found.taken == pytest.approx(taken, rel=1e-3)
+    assert found.seconds == pytest.approx(2 * PRODUCT + taken + max(hidden, REDUCED - taken), rel=1e-2)
+    exposed = taken + max(0.0, REDUCED - taken - hidden)
+    assert sum(seconds for _, seconds in found.exposed) == pytest.approx(exposed, rel=1e-2)
+    assert found.compute == pytest.approx(sum(found.by_call.values()), rel=1e-2)
+
+
+def test_ranks_meet_later_the_longer_they_have_computed() -> None:
+    """After n products: root of (jitter * n products). What follows a collective at once meets nobody who is late."""
+    jitter = 10 * PRODUCT
+    drawn = Drawn()
+    drawn.product()
+    drawn.product()
+    drawn.reduce()  # after three products
+    reduced = drawn.values[-1]
+    for name in ("next", "last"):
+        again = drawn.builder.call(f"{name}.part", f"{TYPE} |sum b", aten.view.default, reduced, [SIZE, SIZE])
+        reduced = drawn.builder.all_reduce(name, again, TYPE, "b")
+        drawn.values.append(reduced)
+    found, _ = timed(drawn.graph(), with_tables(meetings={"jitter_seconds": jitter}))
+    late = (jitter * 3 * PRODUCT) ** 0.5
+    assert found.met == pytest.approx(late, rel=1e-2)
+    assert found.seconds == pytest.approx(3 * PRODUCT + late + 3 * REDUCED, rel=1e-2)
+
+
+def test_a_hidden_collective_is_no_meeting() -> None:
+    """Compute never waits for it, so its ranks need not come at the same time."""
+    drawn = Drawn()
+    drawn.reduce()
+    reduced = len(drawn.values) - 1
+    drawn.product(0)
+    for _ in range(99):
+        drawn.product()
+    beside = drawn.values[-1]
+    drawn.values.append(drawn.builder.call("both", TYPE, aten.mm.default, drawn.values[reduced], beside))
+    found, _ = timed(drawn.graph(), with_tables(meetings={"jitter_seconds": PRODUCT}))
+    assert found.met == 0
+    assert found.seconds == pytest.approx(102 * PRODUCT, rel=1e-2)
+
+
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
     drawn = Drawn()

@@ -35,13 +35,11 @@ def test_this_machine_is_measured(world: int, tmp_path: Path) -> None:
         "ceiling",
         "attention",
         "launch",
-        *(("collective", "contention") if world > 1 else ()),
+        "element",
+        *(("collective", "cores", "meeting") if world > 1 else ()),
     }
     measured = {(row["op"], row["group"]) for row in rows if row["kind"] == "collective"}
     assert measured == {(op, size) for op in OPS for size in group_sizes(world) if op != "p2p" or size == 2}
-    assert {row["what"] for row in rows if row["kind"] == "contention"} == (
-        {"product", "attention", "memory", "collective"} if world > 1 else set()
-    )
     hardware = files.read_file(output)
     assert hardware.accelerators_per_node == world
     assert hardware.product_seconds(1, 256, 256, 256, torch.float32) > 0
@@ -64,5 +62,5 @@ def test_under_torchrun_the_first_rank_writes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     assert [row["kind"] for row in rows[:2]] == ["machine", "product"]
-    assert rows[-1]["kind"] == "contention"
+    assert rows[-1]["kind"] == "meeting"
     assert files.read_file(output).accelerators_per_node == 2

@@ -134,3 +134,19 @@ def test_the_worst_comes_first() -> None:
 def test_links_that_no_collective_waits_for_are_no_cause() -> None:
     slow = dataclasses.replace(H200.changed({"link_bytes_per_second": 1e9}), accelerators_per_node=8)
     assert all(cause.name != "slow link" for cause in program("dp=1", DP).bottlenecks(slow).causes)
+
+
+def test_ranks_that_share_cores_and_wait_for_each_other() -> None:
+    """Ranks of a CPU, whose figures are planted: each cause is the step without it."""
+    cores, jitter = {"contention": {"cores": 0.9}}, {"meetings": {"jitter_seconds": 0.005}}
+    compiled = program("dp=4", DP, rows=1024, width=512)
+    cpu = named("cpu-gloo").changed({"link_bytes_per_second": 3e8, "contention": {}, "meetings": {}})
+    slow = cpu.changed(cores | jitter)
+    predicted = compiled.predict(slow)
+    taken, met = f"{predicted.taken_ms:.2f} on the compute's cores", f"{predicted.met_ms:.2f} for slower ranks"
+    assert f"(of which {taken}, {met})" in str(predicted)
+    causes = {cause.name: cause for cause in compiled.bottlenecks(slow).causes}
+    for name, left in (("slower ranks", cores), ("shared cores", jitter)):
+        assert causes[name].step_ms == pytest.approx(compiled.predict(cpu.changed(left)).step_ms)
+    assert "(of which" not in str(compiled.predict("h200"))
+    assert not {"shared cores", "slower ranks"} & {c.name for c in compiled.bottlenecks("h200").causes}

@@ -196,6 +196,20 @@ def test_contention_slows_both() -> None:
         assert beside == pytest.approx(slowdown * alone)
 
 
+def test_meetings_grow_as_the_root_of_the_time() -> None:
+    meetings = Hardware.of({"meetings": {"jitter_seconds": 1e-4}}).tables.meetings
+    assert [meetings.wait(t) for t in (0.0, 1e-2, 4e-2)] == pytest.approx([0, 1e-3, 2e-3])
+    assert Hardware().tables.meetings.wait(1.0) == 0
+
+
+def test_scores_in_memory_take_longer_where_heads_are_narrow() -> None:
+    figures = {"dtypes": ["bfloat16"], "flops_per_second": 1e12}
+    plain, scores = (Hardware.of({"attention": [{**figures, **more}]}) for more in ({}, {"score_width": 96}))
+    for width, ratio in ((32, 4), (96, 2), (0, 1)):
+        times = [hardware.attention_seconds(2**30, BF16, width=width) for hardware in (plain, scores)]
+        assert times[1] == pytest.approx(ratio * times[0])
+
+
 # ---------------------------------------------------------------------- products and attention
 def rate(**other: Any) -> ProductRate:
     return ProductRate.model_validate({"dtypes": ("bfloat16",), "flops_per_second": 1e12, **other})
@@ -339,6 +353,9 @@ WRONG = [
     ("links:\n- name: node\n  series:\n  - {kind: gossip, group: 2, seconds: {1: 1}}", "kind", "'all_reduce'"),
     ("links:\n- name: node\n  series:\n  - {kind: send, group: 2}", "series.0", "a series has seconds, or"),
     ("contention: {product: 0.5}", "contention.product", "greater than"),
+    ("contention: {cores: 1.5}", "contention.cores", "less than"),
+    ("meetings: {jitter_seconds: -1}", "meetings.jitter_seconds", "greater than or"),
+    ("elements: {gelu: 0}", "elements.0.1", "be greater than 0"),
 ]
 
 

@@ -16,11 +16,13 @@ from typer.testing import CliRunner
 from benchmarks import fit_hardware, fit_power
 from shardc import ShardcError
 from shardc.cli import main
-from shardc.ir.device_rates import ProductRate
-from shardc.ir.hardware import DEFAULT, Group, Hardware, Power
+from shardc.ir.device_rates import AttentionRate, ProductRate
+from shardc.ir.hardware import DEFAULT, Group, Hardware
+from shardc.ir.slowdowns import Contention, Power
 from shardc.plan import hardware as files
 from shardc.runtime.calibrate.calibrate import Machine, hardware_text
-from shardc.runtime.calibrate.fit import kind_of, product_rate, tables
+from shardc.runtime.calibrate.device import CPU_ATTENTION
+from shardc.runtime.calibrate.fit import BACKWARD, attention_rates, cores, jitter, kind_of, product_rate, tables
 from shardc.runtime.calibrate.rows import NEEDED, Row, read_rows
 from shardc.runtime.calibrate.timing import Together, coarse_first, timed
 from shardc.runtime.calibrate.write import hardware_yaml
@@ -193,6 +195,47 @@ def test_a_known_rate_of_products_comes_back() -> None:
         assert fitted.seconds(*shape, 1e12) == pytest.approx(truth.seconds(*shape, 1e12))
     for shape in ((1, 2048, 2048, 2048), (1, 1024, 4096, 512), (4, 256, 256, 256)):  # not measured
         assert fitted.seconds(*shape, 1e12) == pytest.approx(truth.seconds(*shape, 1e12), rel=0.1)
+
+
+def test_what_ranks_of_a_cpu_do_to_each_other(tmp_path: Path) -> None:
+    """Rows made from figures come to these figures."""
+    cores = [
+        {"kind": "cores", "what": "all_reduce", "work_us": 20e3, "collective_us": t, "both_us": 20e3 + share * t}
+        for t, share in ((1e3, 0.2), (4e3, 0.7), (16e3, 0.9))
+    ]
+    meetings = [
+        {"kind": "meeting", "computed_us": t, "alone_us": t + 300, "together_us": t + 300 + (j * t) ** 0.5}
+        for t, j in ((4e3, 100), (16e3, 120), (64e3, 900))
+    ]
+    ceiling = [{"kind": "ceiling", "how": "neg", "mib": 2**n, "ms": 2**n / 10} for n in range(4)]
+    elements = [{"kind": "element", "op": op, "elements": 2**18, "us": us} for op, us in (("gelu", 900), ("neg", 190))]
+    machine = {"kind": "machine", "device": "cpu", "world": 2, "units": 1}
+    path = tmp_path / "mine.yaml"
+    path.write_text(hardware_text([machine, *cores, *meetings, *ceiling, *elements], []))
+    found = files.read_file(path).tables
+    assert found.contention == Contention(cores=0.7)
+    assert found.meetings.jitter_seconds == pytest.approx(120e-6, rel=1e-3)
+    assert dict(found.elements) == {"gelu": pytest.approx(900e-6 / 2**18, rel=1e-3)}, "neg takes as long as memory does"
+
+
+def test_ranks_that_do_not_wait_have_no_jitter() -> None:
+    row = {"kind": "meeting", "computed_us": 9e3, "alone_us": 9e3, "together_us": 8e3}
+    assert jitter([row]) == 0
+    assert cores([{"kind": "cores", "work_us": 9.0, "collective_us": 1.0, "both_us": 12.0}]) == 1
+    assert cores([{"kind": "cores", "work_us": 9.0, "collective_us": 1.0, "both_us": 8.0}]) == 0
+
+
+def test_an_attention_that_writes_its_scores() -> None:
+    truth = AttentionRate(dtypes=("float32",), flops_per_second=5e10, start_seconds=2e-5, score_width=60)
+    rows = []
+    for batch, heads, n, width in CPU_ATTENTION:
+        flops = 2.0 * batch * heads * n**2 * width
+        forward, backward = (truth.seconds(of, n, width) for of in (flops, BACKWARD * flops))
+        about = {"kind": "attention", "backend": "", "mb": batch, "heads": heads, "sequence": n, "width": width}
+        rows.append({**about, "fwd_ms": forward * 1e3, "fwd_bwd_ms": (forward + backward) * 1e3})
+    for figures in attention_rates(rows, ["float32"]):
+        assert figures["flops_per_second"] == pytest.approx(5e10, rel=1e-2)
+        assert figures["score_width"] == 60
 
 
 def test_a_file_of_everything_that_was_measured(tmp_path: Path) -> None:

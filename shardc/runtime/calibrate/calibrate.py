@@ -158,7 +158,11 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
         "memory": "measured: an elementwise kernel by the bytes that it moves",
         "links": "measured; times that fell as messages grew are averaged",
         "contention": "measured: medians beside each other, by those alone",
+        "meetings": "measured: what ranks that compute and meet take longer than both take alone",
+        "elements": "measured: ops that take longer than moving their bytes does",
     }
+    if machine["device"] == "cpu":
+        sources["contention"] = "measured: what work took longer beside collectives, by the seconds of those alone"
     Hardware.of({**told, **fitted})  # refuses what no file may have
     missing = [f"Not measured, and as in default.yaml, which is no machine: {what}." for what in not_measured(rows)]
     return hardware_yaml({**told, **fitted}, sources, [*title, *missing])

@@ -7,17 +7,18 @@ that the call before has filled, and attention is the definition (`ir.ops.attent
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.runtime.calibrate.timing import Call, Times, coarse_first, replayed, timed
 
+aten = torch.ops.aten
 Shape = tuple[int, int, int, int]  # batch, rows, columns, depth
 # Cubes; each of rows, columns and depth small in turn; batches as attention's; odd sizes.
 CPU_PRODUCTS: Sequence[Shape] = (
@@ -38,21 +39,30 @@ DTYPES = {
 }
 CPU_MOVED = [2**n for n in range(14, 28, 2)]
 GPU_MOVED = [2**n for n in range(20, 33)]
+ELEMENTS = 2**18  # of an operand of `FUNCTIONS`, which a CPU's caches hold
+FUNCTIONS = ("exp", "log", "tanh", "sigmoid", "erf", "rsqrt", "sin", "cos")
 MOST_OPERANDS, ALL_OPERANDS = 16, 2**26  # of an elementwise call on a CPU, and bytes of all of them
 # Batch, heads, sequence, width of a head; causal.
-CPU_ATTENTION = ((1, 4, 64, 32), (16, 8, 128, 64), (2, 8, 256, 64), (1, 4, 512, 64))
+CPU_ATTENTION = ((1, 4, 64, 32), (16, 8, 128, 64), (2, 8, 256, 64), (1, 4, 512, 64), (8, 8, 128, 32), (8, 8, 128, 96))
 GPU_ATTENTION = (
     *((1, 16, 2048, 128), (4, 8, 2048, 128), (4, 16, 2048, 128), (4, 32, 2048, 128), (2, 8, 4096, 128)),
     *((2, 32, 4096, 128), (1, 8, 8192, 128), (1, 32, 8192, 128)),
 )
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-SHARES = {"product": 0.5, "ceiling": 0.2, "attention": 0.25, "launch": 0.05}  # of the time that there is
+SHARES = {
+    "product": 0.45,
+    "ceiling": 0.2,
+    "element": 0.1,
+    "attention": 0.2,
+    "launch": 0.05,
+}  # of the time that there is
 
 
 def rows(device: str, seconds: float) -> Iterator[dict[str, Any]]:
     """All rows, in about so many seconds. What would begin late is left out."""
     yield from products(device, seconds * SHARES["product"])
     yield from elementwise(device, seconds * SHARES["ceiling"])
+    yield from elements(device, seconds * SHARES["element"])
     yield from attention(device, seconds * SHARES["attention"])
     yield from launches(device, seconds * SHARES["launch"])
 
@@ -68,13 +78,20 @@ def products(device: str, seconds: float) -> Iterator[dict[str, Any]]:
     wanted = [(first, shape) for shape in shapes]
     wanted += [(dtype, shape) for dtype in others for shape in shapes[1 : FEW + 1]]
     for (dtype, (batch, m, n, k)), budget in _shared(coarse_first(wanted), seconds):
-        a, b = torch.randn(batch, m, k, device=device).to(dtype), torch.randn(batch, n, k, device=device).to(dtype)
-        out = torch.empty(batch, m, n, device=device, dtype=dtype)
-        # The second operand lies as a linear layer's weight does.
-        if batch == 1:
-            call = _bound(torch.mm, a[0], b[0].t(), out=out[0])
+
+        def operands(shape: Shape = (batch, m, n, k), dtype: torch.dtype = dtype) -> tuple[torch.Tensor, ...]:
+            """The second lies as a linear layer's weight does."""
+            batch, m, n, k = shape
+            a, b = (torch.randn(batch, of, k, device=device).to(dtype) for of in (m, n))
+            return (a[0], b[0].t()) if batch == 1 else (a, b.transpose(1, 2))
+
+        multiply = torch.mm if batch == 1 else torch.bmm
+        if device == "cpu":
+            call = _from_memory(multiply, operands, batch * (m * k + n * k + m * n) * dtype.itemsize)
         else:
-            call = _bound(torch.bmm, a, b.transpose(1, 2), out=out)
+            a, b = operands()
+            out = torch.empty(a.shape[:-1] + b.shape[-1:], device=device, dtype=dtype)
+            call = _bound(multiply, a, b, out=out)
         times = on_device(call, budget, device)
         name = str(dtype).removeprefix("torch.")
         yield {"kind": "product", "dtype": name, "batch": batch, "rows": m, "columns": n, "depth": k, **times.row()}
@@ -84,7 +101,7 @@ def elementwise(device: str, seconds: float) -> Iterator[dict[str, Any]]:
     moved = GPU_MOVED if device == "cuda" else CPU_MOVED
     for size, budget in _shared(coarse_first(moved), seconds):
         if device == "cpu":
-            call = _from_memory(size)
+            call = _from_memory(torch.neg, lambda size=size: (torch.ones(size // 8),), size)
         else:
             x = torch.ones(size // 8, device=device)
             call = _bound(torch.neg, x, out=torch.empty_like(x))
@@ -92,14 +109,30 @@ def elementwise(device: str, seconds: float) -> Iterator[dict[str, Any]]:
         yield {"kind": "ceiling", "how": "neg", "mib": size / 2**20, **times.row(1e-3, "ms")}
 
 
-def _from_memory(size: int) -> Call:
-    """A call on one operand after another, whose results are kept for a while, as backward's are."""
-    operands = [torch.ones(size // 8) for _ in range(max(2, min(MOST_OPERANDS, ALL_OPERANDS // size)))]
-    turns, kept = cycle(range(len(operands))), [torch.empty(0)] * len(operands)
+def elements(device: str, seconds: float) -> Iterator[dict[str, Any]]:
+    """On a CPU, ops that may compute for longer than they move, of operands that its caches hold."""
+    if device != "cpu":
+        return
+    x, mask = torch.rand(ELEMENTS) + 0.5, torch.arange(ELEMENTS) % 2 == 0
+    ids, row = torch.arange(ELEMENTS // 64)[:, None], torch.arange(64)
+    calls: dict[str, Call] = {
+        "gelu": _bound(gelu, x), "gelu_backward": _bound(aten.gelu_backward, x, x), "silu": _bound(silu, x),
+        "silu_backward": _bound(aten.silu_backward, x, x), "where": _bound(torch.where, mask, x, 0.0),
+        "eq": _bound(torch.eq, ids, row), **{op: _bound(getattr(torch, op), x) for op in FUNCTIONS},
+    }  # fmt: skip
+    for (op, call), budget in _shared(list(calls.items()), seconds):
+        yield {"kind": "element", "op": op, "elements": ELEMENTS, **timed(call, budget, device).row()}
+
+
+def _from_memory(function: Call, operands: Callable[[], tuple[Any, ...]], size: int) -> Call:
+    """A call on one set of operands after another, whose results are kept for a while, as backward's are. One moves so
+    many bytes."""
+    sets = [operands() for _ in range(max(2, min(MOST_OPERANDS, ALL_OPERANDS // size)))]
+    turns, kept = cycle(range(len(sets))), [torch.empty(0)] * len(sets)
 
     def call() -> None:
         turn = next(turns)
-        kept[turn] = torch.neg(operands[turn])
+        kept[turn] = function(*sets[turn])
 
     return call
 

@@ -8,6 +8,9 @@ attention     start, rate and waste on the diagonal, a direction and backend: le
 memory        an elementwise kernel by bytes
 products      rate, start of a product and start of a tile, by a search; samples correct what is left
 launches      medians
+elements      ops that take longer than moving their bytes does: medians
+cores         of a collective's seconds, the share that work beside it took longer: the median
+meetings      the jitter by which ranks that computed for some time waited for each other: the median
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shardc.ir.curve import rising
+from shardc.ir.curve import rising, seconds_at
 from shardc.ir.device_rates import ProductRate
 from shardc.ir.hardware import DTYPES
 from shardc.ir.links import sent_share
@@ -55,6 +58,12 @@ def tables(rows: Sequence[Row], like: ProductRate | None = None) -> dict[str, An
         fitted["links"] = [{"name": "node", "series": collective_series(collectives)}]
     if beside := by_kind.get("contention"):
         fitted["contention"] = contention(beside)
+    if beside := by_kind.get("cores"):
+        fitted["contention"] = {"cores": cores(beside)}
+    if meetings := by_kind.get("meeting"):
+        fitted["meetings"] = {"jitter_seconds": jitter(meetings)}
+    if elements := by_kind.get("element"):
+        fitted["elements"] = element_seconds(elements, fitted.get("memory", ()))
     return fitted
 
 
@@ -98,31 +107,41 @@ def collective_series(rows: Iterable[Row]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- attention
 def attention_rates(rows: Iterable[Row], dtypes: Sequence[str]) -> list[dict[str, Any]]:
     """A rate a backend and direction, for these dtypes; the quickest backend first."""
-    shapes: dict[str, dict[tuple[float, float], tuple[float, float]]] = {}
+    shapes: dict[str, dict[tuple[float, float, float], tuple[float, float]]] = {}
     for row in rows:
         flops = 2.0 * row["mb"] * row["heads"] * row["sequence"] ** 2 * row["width"]  # causal
         of = shapes.setdefault(row["backend"], {})
-        forward, both = of.get((flops, row["sequence"]), (math.inf, math.inf))
-        of[flops, row["sequence"]] = (min(forward, row["fwd_ms"] * 1e-3), min(both, row["fwd_bwd_ms"] * 1e-3))
+        shape = flops, row["sequence"], row["width"]
+        forward, both = of.get(shape, (math.inf, math.inf))
+        of[shape] = (min(forward, row["fwd_ms"] * 1e-3), min(both, row["fwd_bwd_ms"] * 1e-3))
     fitted: list[tuple[float, dict[str, Any]]] = []
     for backend, of in shapes.items():
         for backward in (False, True):
             times = {
                 # Two measurements of a busy host may differ by more than backward takes.
-                (flops * (BACKWARD if backward else 1), sequence): max(both - forward, both / 10)
+                (flops * (BACKWARD if backward else 1), sequence, width): max(both - forward, both / 10)
                 if backward
                 else forward
-                for (flops, sequence), (forward, both) in of.items()
+                for (flops, sequence, width), (forward, both) in of.items()
             }
-            figures = {"backend": backend, "backward": backward, **saturating(times)}
+            # An attention without a backend is the definition, whose softmax is of scores in memory.
+            figures = {"backend": backend, "backward": backward, **(saturating if backend else by_scores)(times)}
             entry = {"dtypes": list(dtypes), **{name: figure for name, figure in figures.items() if figure}}
             fitted.append((sum(both for _, both in of.values()), entry))
     return [entry for _, entry in sorted(fitted, key=lambda pair: pair[0])]
 
 
-def saturating(times: Mapping[tuple[float, float], float]) -> dict[str, float]:
-    """The figures of an `AttentionRate`, by seconds of (FLOPs, sequence)."""
-    terms = torch.tensor([[1.0, n, flops, flops / n] for flops, n in times], dtype=torch.float64)
+def by_scores(times: Mapping[tuple[float, float, float], float]) -> dict[str, float]:
+    """The same of one that writes its scores to memory."""
+    terms = torch.tensor([[1.0, flops, flops / width] for flops, _, width in times], dtype=torch.float64)
+    seconds = torch.tensor(list(times.values()), dtype=torch.float64)
+    start, slope, scores = nonnegative(terms / seconds[:, None], torch.ones_like(seconds), needed=(1,))
+    return {"flops_per_second": 1 / slope, "start_seconds": start, "score_width": round(scores / slope)}
+
+
+def saturating(times: Mapping[tuple[float, float, float], float]) -> dict[str, float]:
+    """The figures of an `AttentionRate`, by seconds of (FLOPs, sequence, width)."""
+    terms = torch.tensor([[1.0, n, flops, flops / n] for flops, n, _ in times], dtype=torch.float64)
     seconds = torch.tensor(list(times.values()), dtype=torch.float64)
     start, keys, slope, waste = nonnegative(terms / seconds[:, None], torch.ones_like(seconds), needed=(2,))
     return {
@@ -199,6 +218,28 @@ def contention(rows: Iterable[Row]) -> dict[str, float]:
     for row in rows:
         ratios.setdefault(row["what"], []).append(row["beside_us"] / row["alone_us"])
     return {what: min(100.0, max(1.0, round(median(of), 3))) for what, of in ratios.items()}
+
+
+def cores(rows: Iterable[Row]) -> float:
+    """The share of a collective's seconds in which it takes the cores that compute, from what both took together."""
+    shares = [(row["both_us"] - row["work_us"]) / row["collective_us"] for row in rows]
+    return min(1.0, max(0.0, round(median(shares), 3)))
+
+
+def jitter(rows: Iterable[Row]) -> float:
+    """`Meetings.jitter_seconds`: what ranks took longer that met after each piece of work than what both take alone."""
+    found = [max(0.0, row["together_us"] - row["alone_us"]) ** 2 / row["computed_us"] * 1e-6 for row in rows]
+    return round(median(found), 9)
+
+
+def element_seconds(rows: Iterable[Row], memory: Points) -> dict[str, float]:
+    """Of the ops that take longer than a kernel that reads one operand and writes a result of as many elements."""
+    times: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        moving = seconds_at(memory, 8 * row["elements"]) if memory else 0.0
+        times.setdefault(row["op"], []).append((row["us"] * 1e-6 / row["elements"], moving / row["elements"]))
+    medians = {op: (median(t for t, _ in of), of[0][1]) for op, of in times.items()}
+    return {op: seconds for op, (seconds, moving) in sorted(medians.items()) if seconds > moving}
 
 
 # ---------------------------------------------------------------------- quantities

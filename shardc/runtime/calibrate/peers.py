@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,8 +21,14 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring_shift",
 CPU_SIZES = [2**n for n in range(10, 27, 2)]
 GPU_SIZES = [2**n for n in range(12, 31, 2)]
 MOST_CAPTURED = 2**24  # bytes up to which collectives are measured in CUDA graphs, too
-CONTENDED = {"cpu": (2**22, 512), "cuda": (2**28, 4096)}  # bytes of the collective, and extent of the product
-SHARE = 0.8  # of the time: collectives; the rest is for contention
+CONTENDED = 2**28, 4096  # bytes of the collective, and extent of the product
+BESIDE = 2**20, 2**22, 2**24  # bytes of collectives beside work on a CPU
+UNITS = 2, 6, 20  # of work between two meetings: about so many times 1.5 ms
+PIECES = 4  # calls of `_work` in a unit
+BEHIND = 3  # collectives in the background
+SUMS = "all_reduce", "all_gather"
+MET = 2**10, 2**18  # bytes of the collectives that ranks meet at
+SHARE = 0.7  # of the time: collectives; the rest is for contention
 
 
 def group_sizes(world: int) -> list[int]:
@@ -64,7 +71,12 @@ class Peers:
                 left = max(0.0, end - time.perf_counter()) / (len(wanted) - index)
                 yield from self._series(op, group_size, sizes, left)
             dist.barrier(self.groups[self.world][1])
-        yield from self._contention(max(0.5, seconds * (1 - SHARE)))
+        left = max(0.5, seconds * (1 - SHARE))
+        if self.device == "cuda":
+            yield from self._contention(left)
+        else:
+            yield from self._cores(left / 2)
+            yield from self._meetings(left / 2)
 
     def _series(self, op: str, group_size: int, sizes: list[int], seconds: float) -> Iterator[dict[str, Any]]:
         group, control = self.groups[group_size]
@@ -114,12 +126,12 @@ class Peers:
 
     # ------------------------------------------------------------------ contention
     def _contention(self, seconds: float) -> Iterator[dict[str, Any]]:
-        """A product, an elementwise kernel and an all-reduce alone, and beside each other."""
-        size, extent = CONTENDED[self.device]
+        """A product, an elementwise kernel and an all-reduce on GPUs, alone, and beside each other."""
+        size, extent = CONTENDED
         group, control = self.groups[self.world]
         together, seconds = self.together(group, control), self.told(seconds, control)
         x = torch.ones(size // 4, device=self.device)
-        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        dtype = torch.bfloat16
         a = torch.randn(extent, extent, device=self.device).to(dtype)
         out = torch.empty_like(a)
         vector = torch.ones(size // 4, device=self.device)
@@ -139,23 +151,6 @@ class Peers:
                 yield _ratio("collective", collective, beside[1])
 
     def _beside(
-        self, work: Call, runs: int, x: torch.Tensor, group: Any, together: Together, times: int
-    ) -> tuple[float, float]:
-        """Seconds of one run of the work, and of one of three collectives, that begin at the same time."""
-        if self.device == "cuda":
-            return self._beside_on_gpu(work, runs, x, group, together, times)
-        working, sending = list[float](), list[float]()
-        for _ in range(times):
-            together.barrier()
-            begin = time.perf_counter()
-            pending = [dist.all_reduce(x, group=group, async_op=True) for _ in range(3)]
-            working.append(once_on_cpu(work, runs))
-            for one in pending:
-                one.wait()  # type: ignore[union-attr]
-            sending.append((time.perf_counter() - begin) / 3)
-        return _middle(together.slowest(working)), _middle(together.slowest(sending))
-
-    def _beside_on_gpu(
         self, work: Call, runs: int, x: torch.Tensor, group: Any, together: Together, times: int
     ) -> tuple[float, float]:
         side = torch.cuda.Stream()
@@ -178,6 +173,91 @@ class Peers:
             working.append(begin.elapsed_time(end) * 1e-3 / runs)
             sending.append(events[0].elapsed_time(events[1]) * 1e-3 / 3)
         return _middle(together.slowest(working)), _middle(together.slowest(sending))
+
+    # ------------------------------------------------------------------ CPUs
+    def _work(self) -> Call:
+        """A piece of a step: a product and an elementwise kernel."""
+        a, b, x = torch.randn(512, 384), torch.randn(384, 384), torch.randn(2**17)
+
+        def call() -> None:
+            torch.mm(a, b)
+            torch.neg(x)
+
+        return call
+
+    def _cores(self, seconds: float) -> Iterator[dict[str, Any]]:
+        """Collectives in the background of work, by each of which alone: threads of gloo run on cores that compute."""
+        group, control = self.groups[self.world]
+        together, work = Together(control), self._work()
+        end = time.perf_counter() + self.told(seconds, control)
+        typical = timed(work, seconds / 20, "cpu", together).median
+        for index, (size, op) in enumerate(product(BESIDE, SUMS)):
+            left = self.told((end - time.perf_counter()) / (len(BESIDE) * len(SUMS) - index), control)
+            call = self.call(op, size, self.world, group)
+            alone = timed(call, max(0.0, left / 3), "cpu", together).median
+            begin = self.begun(op, size, group)
+            runs = max(1, round(2 * BEHIND * alone / typical))  # so that collectives end before the work
+            working, both = list[float](), list[float]()
+            for _ in range(int(max(3, min(20, left / 3 / (runs * typical))))):
+                working.append(once_on_cpu(work, runs, together) * runs)
+                together.barrier()
+                now = time.perf_counter()
+                pending = [begin() for _ in range(BEHIND)]
+                once_on_cpu(work, runs)
+                for one in pending:
+                    one.wait()
+                both.append(time.perf_counter() - now)
+            took = {"work": _middle(together.slowest(working)), "both": _middle(together.slowest(both))}
+            times = {
+                "work_us": took["work"] * 1e6,
+                "collective_us": BEHIND * alone * 1e6,
+                "both_us": took["both"] * 1e6,
+            }
+            yield {"kind": "cores", "what": op, "bytes": size, **times}
+
+    def begun(self, op: str, size: int, group: Any) -> Callable[[], Any]:
+        """Begins a collective, and gives what is waited for."""
+        whole, part = torch.ones(size // 4), torch.ones(size // 4 // self.world)
+        if op == "all_reduce":
+            return lambda: dist.all_reduce(whole, group=group, async_op=True)
+        return lambda: all_gather_single(whole, part, group, async_op=True)
+
+    def _meetings(self, seconds: float) -> Iterator[dict[str, Any]]:
+        """Pieces of work with a collective after each, by the work and the collective alone."""
+        group, control = self.groups[self.world]
+        together, work = Together(control), self._work()
+        end = time.perf_counter() + self.told(seconds, control)
+        wanted = list(product(UNITS, MET))
+        for index, (units, size) in enumerate(wanted):
+            left = max(0.1, self.told((end - time.perf_counter()) / (len(wanted) - index), control))
+            call = self.call("all_reduce", size, self.world, group)
+            collective = timed(call, left / 8, "cpu", together).median
+            typical = timed(work, left / 8, "cpu", together).median
+            count = round(self.told(max(3.0, min(200.0, left / 3 / (units * PIECES * typical))), control))
+
+            def piece(units: int = units) -> None:
+                for _ in range(units * PIECES):
+                    work()
+
+            def met(piece: Call = piece, call: Call = call) -> None:
+                piece()
+                call()
+
+            # What a rank takes by itself: the mean, since each waits for the other in turn.
+            computed = self.mean(once_on_cpu(piece, count, together), control)
+            took = self.mean(once_on_cpu(met, count, together), control)
+            times = {
+                "computed_us": computed * 1e6,
+                "alone_us": (computed + collective) * 1e6,
+                "together_us": took * 1e6,
+            }
+            yield {"kind": "meeting", "bytes": size, **times}
+
+    def mean(self, seconds: float, control: Any) -> float:
+        """Over the ranks."""
+        value = torch.tensor([seconds / self.world], dtype=torch.float64)
+        dist.all_reduce(value, group=control)
+        return float(value)
 
 
 def _ratio(what: str, alone: float, beside: float) -> dict[str, Any]:

@@ -26,9 +26,12 @@ NEEDED: Mapping[str, str] = {
     "product": "dtype batch rows columns depth us",
     "launch": "what us",
     "contention": "what alone_us beside_us",
+    "element": "op elements us",
+    "cores": "what work_us collective_us both_us",
+    "meeting": "computed_us alone_us together_us",
 }
 TEXTS, FLAGS = {"device", "op", "backend", "how", "dtype", "what"}, {"graph"}
-WHOLE = {"world", "units", "group", "batch", "rows", "columns", "depth"}
+WHOLE = {"world", "units", "group", "elements", "batch", "rows", "columns", "depth"}
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -1,0 +1,74 @@
+"""What slows a step beside the rates of its calls: collectives, power, ranks that wait for each other, slow functions.
+
+Contention(product=1.2)          on a GPU: products take 1.2 times as long while a collective runs
+Contention(cores=0.8)            gloo: threads of a collective of 10 ms take the compute's cores for 8 ms
+Meetings(jitter_seconds=1e-4)    ranks that meet after 25 ms of compute wait 1.6 ms for the slower one
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, cast
+
+from pydantic import BeforeValidator, Field
+
+from shardc.ir.device_rates import Delay, Table
+
+
+def _pairs(written: Any) -> Any:
+    return tuple(cast(Mapping[Any, Any], written).items()) if isinstance(written, Mapping) else written
+
+
+Elements = Annotated[tuple[tuple[str, Annotated[float, Field(gt=0, le=1)]], ...], BeforeValidator(_pairs)]
+"""ATen ops, and the seconds of an element of their result: a mapping, as files have it, or pairs."""
+Slowdown = Annotated[float, Field(ge=1, le=100)]
+
+
+class Contention(Table):
+    """How many times as long work takes that runs beside a collective, and a collective beside such work.
+
+    `cores` is for collectives that the cores of the compute carry out, as gloo's threads do on a CPU: the share of a
+    collective's seconds in which compute stands still, even where nobody waits for it. The rest can be hidden.
+    """
+
+    product: Slowdown = 1.0
+    attention: Slowdown = 1.0
+    memory: Slowdown = 1.0
+    collective: Slowdown = 1.0
+    cores: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class Power(Table):
+    """What a limit of power makes of the products' rate over a step: it falls while a device does nothing else, and
+    rises again while it does.
+
+    W / most <= seconds of products = W / sustained - relief * (all other seconds of the step)
+
+    W are their seconds at the rate of `products`. A device that does nothing else reaches the share `sustained` of that
+    rate, and no device more than `most` of it.
+    """
+
+    sustained: Annotated[float, Field(gt=0, le=1)] = 1.0
+    relief: Annotated[float, Field(ge=0, le=10)] = 0.0
+    most: Annotated[float, Field(ge=1, le=10)] = 1.0
+
+    def factor(self, products: float, others: float) -> float:
+        """How many times as long as by the table products take, in a step that has so many seconds of both."""
+        if not products:
+            return 1.0
+        return max(1 / self.most, 1 / self.sustained - self.relief * others / products)
+
+
+class Meetings(Table):
+    """Ranks that reach a collective at different times, although they compute the same: the others wait for the last.
+
+    Interruptions and changes of speed come at random. Of sums of such, the spread grows as the root of the time, and so
+    does what a rank waits on average: T = root of (jitter_seconds * seconds of compute since they met last).
+    """
+
+    jitter_seconds: Delay = 0.0
+
+    def wait(self, computed: float) -> float:
+        """Seconds that a rank waits, on average, after so many of compute."""
+        return math.sqrt(self.jitter_seconds * computed)
