@@ -162,6 +162,7 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
         "elements": "measured: ops that take longer than moving their bytes does",
     }
     if machine["device"] == "cpu":
+        sources["attention"] = "fitted: start, rate and what softmax takes of scores in memory"
         sources["contention"] = "measured: what work took longer beside collectives, by the seconds of those alone"
     Hardware.of({**told, **fitted})  # refuses what no file may have
     missing = [f"Not measured, and as in default.yaml, which is no machine: {what}." for what in not_measured(rows)]

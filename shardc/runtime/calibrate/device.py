@@ -124,7 +124,7 @@ def elements(device: str, seconds: float) -> Iterator[dict[str, Any]]:
         yield {"kind": "element", "op": op, "elements": ELEMENTS, **timed(call, budget, device).row()}
 
 
-def _from_memory(function: Call, operands: Callable[[], tuple[Any, ...]], size: int) -> Call:
+def _from_memory(function: Callable[..., Any], operands: Callable[[], tuple[Any, ...]], size: int) -> Call:
     """A call on one set of operands after another, whose results are kept for a while, as backward's are. One moves so
     many bytes."""
     sets = [operands() for _ in range(max(2, min(MOST_OPERANDS, ALL_OPERANDS // size)))]

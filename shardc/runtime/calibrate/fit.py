@@ -4,7 +4,7 @@ collectives   a series a kind, group size and graph: medians, which never fall a
               With graphs, messages are measured up to some size; beyond it those without count, from where they take
               half as long again as the shortest: there the CPU does not bound them.
 attention     start, rate and waste on the diagonal, a direction and backend: least squares of relative errors over
-              the shapes' shortest times. A shape's longer ones waited for the CPU.
+              the shapes' shortest times. A shape's longer ones waited for the CPU. On a CPU start, rate and scores.
 memory        an elementwise kernel by bytes
 products      rate, start of a product and start of a tile, by a search; samples correct what is left
 launches      medians
