@@ -30,7 +30,7 @@ SHOWN = 8  # collectives in a table
 
 @dataclass(frozen=True)
 class ExposedTime:
-    """Collectives of one kind and cause: how long compute stands still for them in a step, and for ranks that come later
+    """Collectives of one kind and cause: how long compute stands still in a step for them and for ranks that come later
     to them, and how long they take."""
 
     kind: str
