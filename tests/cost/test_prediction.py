@@ -72,6 +72,17 @@ def test_an_equal_pipeline_is_idle_as_long_as_its_schedule_says() -> None:
     assert predicted.timeline.makespan == pytest.approx(predicted.step_ms / 1e3)
 
 
+def test_transfers_between_stages_wait_for_the_slower_rank() -> None:
+    """One microbatch meets twice: after the first stage's forward, and after the backward of the last."""
+    plan = {"pipeline": {"microbatches": 1, "schedule": "gpipe", "split": ["layers.2"]}}
+    fast = dataclasses.replace(FLAT, link_bytes_per_second=1e18)
+    program = shardc.compile(Trained(4), torch.randn(64, 256), mesh=shardc.Mesh(pp=2), plan=plan)
+    jitter, forward = 1e-6, 2 * 2 * 64 * 256 * 256 / 1e12
+    late = [1e3 * (jitter * work) ** 0.5 for work in (forward, 2 * forward)]
+    slow = program.predict(fast.changed({"meetings": {"jitter_seconds": jitter}}))
+    assert slow.step_ms - program.predict(fast).step_ms == pytest.approx(sum(late), rel=2e-2)
+
+
 def test_every_coordinate_has_tracks_of_its_own_in_a_trace(tmp_path: Path) -> None:
     plan = {"pipeline": {"microbatches": 4, "schedule": "1f1b"}, "params": {"layers.0.weight": "tp, -"}}
     program = shardc.compile(Chain(), torch.randn(64, 256), mesh=shardc.Mesh(pp=2, tp=2), plan=plan)
