@@ -1,6 +1,6 @@
 """What the ranks of a pipeline's stages compute, send and hold, as formulas of extents and of `M` microbatches.
 
-    stages = program.symbolic()
+    stages = program.stage_formulas()
     stages.sent[0, 1, "fwd"]                       4*B*S*32 / dp of it: all microbatches of a step
     stages.at(B=64, S=128, M=16).peak[0]           without compiling
 
