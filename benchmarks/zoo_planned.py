@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -52,14 +51,14 @@ def plan_and_verify(entry: Entry) -> Iterable[Line]:
             ranking = shardc.autoplan(
                 model, batch, gpus=RANKS, hardware=HARDWARE, loss=loss, keep=keep, precision=None, top=3
             )
-            found: Line = {
+            planned: Line = {
                 "plan_s": round(time.perf_counter() - started, 2),
                 "best": str(ranking.best.candidate),
                 "considered": ranking.considered,
             }
             program = shardc.compile(model, batch, plan=ranking.best.plan, loss=loss)
-            found["predicted_ms"] = round(program.predict(HARDWARE).step_ms, 4)
-            yield line | {"kept": kept} | found | verified(program)
+            planned["predicted_ms"] = round(program.predict(HARDWARE).step_ms, 4)
+            yield line | {"kept": kept} | planned | verified(program)
         except ShardcError as refused:
             first = refused.diagnostics[0]
             status = "no plan" if first.code in NO_PLAN else "refused"
@@ -102,4 +101,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1099,7 +1099,9 @@ class SizeRecorder:
 
     @property
     def guards(self) -> list[tuple[Any, list[tuple[str, int]]]]:
-        return [(expression.xreplace(self._own), frames) for expression, frames in self._guards]
+        """First that each symbol is 2 or more, which torch takes for granted: `n == 1` is False, and asks nothing."""
+        granted: list[tuple[Any, list[tuple[str, int]]]] = [(own >= 2, []) for own in self._own.values()]
+        return [*granted, *((expression.xreplace(self._own), frames) for expression, frames in self._guards)]
 
 
 class CallLog:

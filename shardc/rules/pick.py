@@ -52,13 +52,14 @@ def pick_faults(node: fx.Node, result_types: Sequence[TensorType | None]) -> lis
 
 
 @by_block
-def _local_pick(call: LocalCall) -> Any:
+def local_pick(call: LocalCall) -> Any:
+    """A rank's call, which knows how its operand's dim lies."""
     return call.with_args(**dict(zip(("rows", "axes"), lies(call.operands[0].dims[call.args["dim"]]), strict=True)))
 
 
 @rule(
     PICK_ROWS,
-    localize=_local_pick,
+    localize=local_pick,
     unfit=unfit,
     padding="unread",
     examples=[((4, 6, 3), 1, 4, 2), ((6, 4), 0, 5, 1), ((3, 4, 6), 2, 0, 3)],
@@ -69,7 +70,8 @@ def pick_rows(x: Dims, dim: int, start: int, length: int, rows: str, axes: Seque
 
 
 @by_block
-def _local_place(call: LocalCall) -> Any:
+def local_place(call: LocalCall) -> Any:
+    """A rank's call, which knows how its result's dim lies."""
     dim = call.args["dim"]
     rows, axes = lies(call.results[0].dims[dim])
     return call.with_args(size=call.result_shape()[dim], rows=rows, axes=axes)
@@ -77,7 +79,7 @@ def _local_place(call: LocalCall) -> Any:
 
 @rule(
     PLACE_ROWS,
-    localize=_local_place,
+    localize=local_place,
     unfit=unfit,
     examples=[((4, 2, 3), 1, 3, 6), ((1, 4), 0, 5, 6), ((3, 4, 3), 2, 0, 6)],
 )

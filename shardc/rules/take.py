@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from shardc.ir.ops.take import ADD_ROWS, TAKE_ROWS
-from shardc.rules.local import LocalCall
 from shardc.rules.notation import Dims, Notation
-from shardc.rules.pick import lies, unfit
-from shardc.rules.registry import by_block, example, rule
+from shardc.rules.pick import local_pick, local_place, unfit
+from shardc.rules.registry import example, rule
 
 
 def _named(index: Dims, of: Dims, dim: int) -> str:
@@ -17,14 +15,9 @@ def _named(index: Dims, of: Dims, dim: int) -> str:
     return " ".join("r" if d == dim else "1" if n == 1 else of[d] for d, n in enumerate(index.shape))
 
 
-@by_block
-def _local_take(call: LocalCall) -> Any:
-    return call.with_args(**dict(zip(("rows", "axes"), lies(call.operands[0].dims[call.args["dim"]]), strict=True)))
-
-
 @rule(
     TAKE_ROWS,
-    localize=_local_take,
+    localize=local_pick,
     unfit=unfit,
     padding="unread",
     examples=[
@@ -39,16 +32,9 @@ def take_rows(x: Dims, dim: int, index: Dims, rows: str, axes: Sequence[str] | N
     return Notation(f"{x.replace(dim, 's')}, {text} -> {x.replace(dim, 'r')}", sum="s", whole="r", linear=(0,))
 
 
-@by_block
-def _local_add(call: LocalCall) -> Any:
-    dim = call.args["dim"]
-    rows, axes = lies(call.results[0].dims[dim])
-    return call.with_args(size=call.result_shape()[dim], rows=rows, axes=axes)
-
-
 @rule(
     ADD_ROWS,
-    localize=_local_add,
+    localize=local_place,
     unfit=unfit,
     examples=[
         example((4, 2, 3), 1, (4, 2, 1), 6, ints={"index": 6}),

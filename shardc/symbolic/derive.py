@@ -41,7 +41,7 @@ def formulas_of(request: Request, body: Graph, ranges: Ranges | None = None) -> 
     _refuse_other_calls(samples, points, tried)
     axes, more = _on_other_meshes(samples, first.frame, seen, tried)
     seen, own = [*seen, *more], _Seen(samples.base, *measured(body))
-    if own.frame == first.frame:
+    if own.frame == first.frame and samples.guards.broken(own.point) is None:
         try:
             if (formulas := _derived(samples, [*seen, own], axes)).memory:
                 return formulas
@@ -84,8 +84,7 @@ def _refuse_other_calls(samples: Samples, points: Sequence[Point], ranges: Range
     for i in range(CHECKED):
         places = {name: low + (high - low) * (2 * i + 1) // (2 * CHECKED) for name, (low, high) in ranges.items()}
         point = {name: samples.parts[name] * (max(n, 2) // samples.parts[name] + i % 2) for name, n in places.items()}
-        small = min(samples.of_a_part(point).values()) < 2
-        if not small and samples.guards.broken(point) is None and (why := calls.other(samples, point)) is not None:
+        if samples.guards.broken(point) is None and (why := calls.other(samples, point)) is not None:
             raise ShardcError(why)
 
 

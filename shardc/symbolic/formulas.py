@@ -135,7 +135,9 @@ class Domain:
         lines += [f"{name}: {size} alone" for name, size in self.fixed.items()]
         if self.layers.count:
             lines.append(f"{LAYERS}: layers of {self.layers.name}, 2 or more")
-        lines += [f"{guard.expression}  ({guard.location})" for guard in self.guards.guards]
+        lines += [
+            f"{guard.expression}" + (f"  ({guard.location})" if guard.location else "") for guard in self.guards.guards
+        ]
         divided = dict.fromkeys(f"{'.'.join(axes)} | {atom}" for atom, axes, _ in self.shards)
         return "\n".join([*lines, *([f"divides: {'; '.join(divided)}"] if divided else [])])
 

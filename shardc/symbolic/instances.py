@@ -126,11 +126,6 @@ class Instances:
             return unknown
         if odd := [name for name, count in self.samples.parts.items() if sizes[name] % count]:
             return Diagnostic("SC232", f"{odd[0]}={sizes[odd[0]]} is not so many equal microbatches")
-        parts = self.samples.of_a_part(sizes)
-        if small := [name for name, size in parts.items() if size < 2]:
-            return Diagnostic(
-                "SC232", f"{small[0]} is {parts[small[0]]}", hint="sizes below 2 are compiled for themselves"
-            )
         guard = self.samples.guards.broken(sizes)
         return None if guard is None else guard.diagnostic(sizes)
 

@@ -92,8 +92,8 @@ class Samples:
 
     @cached_property
     def guards(self) -> SizeGuards:
-        """What forward asks of the extents, answered for the program's own; of an extent below 2, which torch takes for
-        a number, for the next."""
+        """What forward asks of the extents, answered for the program's own; of one below 2, which no symbol is, for
+        2: as a guard says, they do not hold for it."""
         own = self.of_a_part(self.sizes_of(self.call))
         return self.forward.guards({name: max(size, 2) for name, size in own.items()}, self.parts)
 
@@ -104,8 +104,9 @@ class Samples:
     def ranges(self, asked: Mapping[str, tuple[int, int]] | None = None) -> dict[str, tuple[int, int]]:
         """From where to where each extent is tried: as asked, or far around its own size, as guards allow. Raises
         ShardcError (SC232) with the guard that leaves too few sizes."""
-        own, ranges = self.sizes_of(self.call), dict[str, tuple[int, int]]()
-        for name, size in own.items():
+        sizes, ranges = self.sizes_of(self.call), dict[str, tuple[int, int]]()
+        own = {name: max(size, 2 * self.parts[name]) for name, size in sizes.items()}
+        for name, size in sizes.items():
             low, high = (asked or {}).get(name, (2, DEFAULT * size))
             steps = (
                 range(low, high + 1)

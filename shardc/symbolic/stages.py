@@ -1,6 +1,6 @@
 """What the ranks of a pipeline's stages compute, send and hold, as formulas of extents and of `M` microbatches.
 
-    stages = program.symbolic()
+    stages = program.stage_formulas()
     stages.sent[0, 1, "fwd"]                       4*B*S*32 / dp of it: all microbatches of a step
     stages.at(B=64, S=128, M=16).peak[0]           without compiling
 
@@ -185,10 +185,13 @@ def _points(samples: Samples, ranges: Mapping[str, tuple[int, int]] | None) -> l
     counts = sorted({stages, stages + 1, stages + 2, 2 * stages, 2 * stages + 1, max(own, stages)})
     unit = math.prod(size for name, size in axes.items() if name != plan.axis)
     tried = samples.ranges(ranges)
-    points: list[dict[str, int]] = [{**samples.sizes_of(samples.call), MICROBATCHES: own}] if own >= stages else []
+    sizes = samples.sizes_of(samples.call)
+    fits = own >= stages and samples.guards.broken(sizes) is None
+    points: list[dict[str, int]] = [{**sizes, MICROBATCHES: own}] if fits else []
     for i, count in enumerate([*counts, *counts[:3]]):
         units = {name: unit * (count if n > 1 else 1) for name, n in samples.parts.items()}
-        wide = {name: (low, max(high, 6 * units[name])) for name, (low, high) in tried.items()}
+        least = {name: 2 * (count if n > 1 else 1) for name, n in samples.parts.items()}  # of a microbatch, 2
+        wide = {name: (max(low, least[name]), max(high, 6 * units[name])) for name, (low, high) in tried.items()}
         points.append({**samples.candidates(units, wide)[i % 5], MICROBATCHES: count})
     return points
 

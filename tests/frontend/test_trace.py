@@ -1,7 +1,5 @@
 """Traced graphs compute what eager autograd computes, keep composites whole and know where they come from.
 
-Over 400 lines: one case a model, and what all of them must keep, read together.
-
 Longer than 400 lines: all that one trace has to keep of a step.
 """
 

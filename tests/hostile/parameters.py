@@ -1,7 +1,5 @@
 """Parameters of odd kinds: of other dtypes and strides, in lists, parametrized, tied, made late, or shared outside.
 
-Over 400 lines: a module each.
-
 Longer than 400 lines: a module for each thing that a step may do to its parameters.
 """
 

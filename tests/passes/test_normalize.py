@@ -1,7 +1,5 @@
 """normalize changes how a graph is spelled, never what it computes.
 
-Over 400 lines: each spelling that it changes, and what all of them must keep, read together.
-
 Longer than 400 lines: a few lines for each rewriting.
 """
 
