@@ -89,9 +89,9 @@ def subject_of(name: str, hardware: Hardware) -> tuple[Subject, int]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the search found, and the best of the plans that it is compared with."""
+    """What the search found, None where no plan fits, and the best of the plans that it is compared with."""
 
-    found: Priced
+    found: Priced | None
     best: Priced | None
     tried: int
     fitting: int
@@ -99,18 +99,21 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        return 1.0 if self.best is None else self.best.seconds / self.found.seconds
+        """0 where a plan fits and the search found none."""
+        if self.best is None:
+            return 1.0
+        return 0.0 if self.found is None else self.best.seconds / self.found.seconds
 
     @property
     def holds(self) -> bool:
-        """No plan is better by more than a prediction tells."""
+        """No plan is better by more than a prediction tells; none fits where the search found none."""
         return self.ratio >= 1 / (1 + SLACK)
 
 
 def compare(subject: Subject, limits: Limits, plans: int, seed: int = 0) -> Outcome:
     """The search against so many random plans; 0: against every plan."""
     start = time.process_time()
-    found = search(subject, limits).fitting(limits.memory)[0]
+    found = next(iter(search(subject, limits).fitting(limits.memory)), None)
     seconds = time.process_time() - start
     every = list(candidates(subject, limits))
     drawn = random.Random(seed).sample(every, min(plans, len(every))) if plans else every
@@ -145,8 +148,8 @@ def main() -> None:
             json.dumps(
                 {
                     "model": name,
-                    "found": str(outcome.found.candidate),
-                    "ms": outcome.found.seconds * 1e3,
+                    "found": None if outcome.found is None else str(outcome.found.candidate),
+                    "ms": None if outcome.found is None else outcome.found.seconds * 1e3,
                     "best_of_drawn": None if outcome.best is None else str(outcome.best.candidate),
                     "ratio": outcome.ratio,
                     "holds": outcome.holds,

@@ -20,7 +20,7 @@ from transformers import (
 import shardc
 from shardc.plan.schema import Plan
 
-HIDDEN, HEADS, VOCAB = 32, 8, 64
+HIDDEN, HEADS, VOCAB, POSITIONS = 32, 8, 64, 512
 TOKENS = {"B": "input_ids.0", "S": "input_ids.1"}
 EXPERTS = {
     "params": {
@@ -40,7 +40,7 @@ DECODER: Mapping[str, Any] = {**COMMON, "num_key_value_heads": HEADS, "vocab_siz
 
 
 def gpt2(layers: int) -> torch.nn.Module:
-    config = GPT2Config(n_layer=layers, n_embd=HIDDEN, n_head=HEADS, vocab_size=VOCAB, n_positions=512,
+    config = GPT2Config(n_layer=layers, n_embd=HIDDEN, n_head=HEADS, vocab_size=VOCAB, n_positions=POSITIONS,
                         attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False,
                         bos_token_id=0, eos_token_id=0)  # fmt: skip
     return GPT2LMHeadModel(config)

@@ -73,7 +73,8 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize(
     "more",
     [{}, *(pytest.param(m, marks=pytest.mark.long) for m in (
-        {"zero": 3}, {"accumulate": 2}, {"clip_grad_norm": 0.5, "nonfinite": "skip"}, {"recompute": "full"}))],
+        {"storage": {"zero": 3, "axes": ["dp"]}}, {"accumulate": 2}, {"clip_grad_norm": 0.5, "nonfinite": "skip"},
+        {"recompute": "full"}))],
 )  # fmt: skip
 def test_steps_of_other_sizes(more: dict[str, Any], compiles: list[Any]) -> None:
     plan = PLAN.merge(Plan.of(**more))
@@ -84,8 +85,10 @@ def test_steps_of_other_sizes(more: dict[str, Any], compiles: list[Any]) -> None
         warnings.simplefilter("always")
         losses = [float(ours.step(wide(*size)).loss) for size in sizes]
     assert compiles[:1] == sizes[1:2]  # the second other size has a template made
-    assert len(compiles) <= 1 + ("accumulate" in more) * 5
-    assert any("for each shape" in str(w.message) for w in said) == ("accumulate" in more)
+    # Under ZeRO-3 instructions stand in another order at some sizes: no one program is for all.
+    each = "accumulate" in more or "storage" in more
+    assert len(compiles) <= (len(set(sizes[1:]) - {sizes[0]}) if each else 1)
+    assert any("for each shape" in str(w.message) for w in said) == each
     assert losses == pytest.approx(steps(other, sizes), rel=1e-12)
     same_state(ours, other)
 
