@@ -21,6 +21,7 @@ from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.context import RankContext
 from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.call_arguments import CallArguments, Slot
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.prepared_code import CodeLine, Routine
@@ -167,17 +168,13 @@ def add_terms_early(graph_code: GraphCode, add: Callable[[str, torch.Tensor], No
         if not producing_lines:
             remaining.append((name, slot))
             continue
-        call, free = partial(add, name), (slot,) if slots.count(slot) == 1 else ()
-        graph_code.code.insert(
-            producing_lines[-1] + 1, (graph_code.code[producing_lines[-1]][0], call, _slot_argument(slot), (), free)
-        )
+        last = producing_lines[-1]
+        free = (slot,) if slots.count(slot) == 1 else ()
+        line = graph_code.code[last][0], partial(add, name), CallArguments((Slot(slot),), {}), (), free
+        graph_code.code.insert(last + 1, line)
     return remaining
 
 
 def _fills(code: CodeLine, slot: int) -> bool:
     into = code[3]
     return into == slot if isinstance(into, int) else any(result_slot == slot for _, result_slot in into)
-
-
-def _slot_argument(slot: int) -> Callable[[Sequence[Any]], tuple[Sequence[Any], dict[str, Any]]]:
-    return lambda env: ((env[slot],), {})
