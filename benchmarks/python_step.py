@@ -1,7 +1,7 @@
 """What a step of one rank costs the CPU: milliseconds of process time over torch's fake process group, tiny tensors.
 
-The model is `benchmarks.gpt` of a given number of layers. Nothing is sent. Kernels of `fuse` do what they do on a GPU
-before their launch, that is allocate their results: a CPU would interpret them.
+The model is `benchmarks.gpt` of a given number of layers. Nothing is sent. Attention and the kernels of `fuse` only
+allocate their results, as before a launch on a GPU: a CPU would run their references.
 
     python -m benchmarks.python_step [--layers 8] [--steps 20] [--only WORD] [--profile]
 """
@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardc
 from benchmarks.gpt import GPT, GPT_PLAN
 from kernels_triton.base.inplace import INTO, Operand, Place
+from kernels_triton.base.library import implement
 from kernels_triton.ir.text import parse
 from shardc.ir.graph import type_of
 from shardc.ir.group_axes import axes_used
@@ -75,6 +76,21 @@ def without_launch(
     return call
 
 
+def without_attention() -> None:
+    """Attention's reference allocates its results and computes nothing."""
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = q.transpose(1, 2)
+        return rows.new_zeros((*rows.shape[:3], v.shape[-1])).transpose(1, 2), q.new_zeros(q.shape[:3]).float()
+
+    def backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Any:
+        made = (t.new_zeros([t.shape[i] for i in (0, 2, 1, 3)]).transpose(1, 2) for t in (q, k, v))
+        return (*made, q.new_zeros(0))
+
+    implement("sdpa", forward, "CPU")
+    implement("sdpa_bwd", backward, "CPU")
+
+
 def step_of(mesh: str, plan: Mapping[str, Any], layers: int) -> Callable[[], Any]:
     """A step of rank 0, over the process group `fake`, which it makes."""
     torch.manual_seed(0)
@@ -119,6 +135,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    without_attention()
     for op, into in INTO.items():
         INTO[op] = into if into.prepare is None else replace(into, prepare=without_launch)
     for name, (mesh, plan) in CASES.items():

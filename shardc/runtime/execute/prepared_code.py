@@ -1,14 +1,15 @@
 """A graph as prepared code: a flat list of plain calls, which one rank runs every step.
 
 Preparation computes everything that is static: argument templates, slots, their last uses, offsets that depend on the
-rank alone, and where collectives begin and are waited for. A run is then one loop. An error in it names the
-instruction, the user's line and the rank. Executors keep the values of the slots and choose the order of runs:
-`body_code` runs a whole step of microbatches, `executor` the parts of an instruction list.
+rank alone, and where collectives begin and are waited for. A run is then one Python function (`written_code`). An error
+in it names the instruction, the user's line and the rank. Executors keep the values of the slots and choose the order
+of runs: `body_code` runs a whole step of microbatches, `executor` the parts of an instruction list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -95,6 +96,12 @@ class Routine:
         for slot, x in self._fixed.items():
             self.empty[slot] = x
 
+    def copy(self) -> Routine:
+        """The same routine for other lists of its code."""
+        other = copy(self)
+        other._written = {}
+        return other
+
     def code(self, first: int = 0, last: int | None = None) -> list[CodeLine]:
         """The code of the instructions from `first` up to `last`. New parameters and state overwrite the held ones."""
         listing, code = self.listing, list[CodeLine]()
@@ -176,7 +183,8 @@ class Routine:
         self, code: Sequence[CodeLine], env: list[Any], monitor: RunMonitor | None, base: int = 0, within: str = ""
     ) -> None:
         """Run code on the values in `env`. `base` is the monitor's counter of its first instruction. `within` names in
-        an error the list's instruction that the code belongs to."""
+        an error the list's instruction that the code belongs to. Code that has run must not change: it is written as
+        Python only once."""
         written = self._written.get(id(code))
         if written is None or written[0] is not code:
             written = self._written[id(code)] = code, write_code(code)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -75,8 +74,9 @@ class SharedCode:
     def of(self, graph: Graph) -> Routine:
         """The routine, with the names of another graph of the form."""
         first, listing = self.routine.graph, self.routine.listing
+        routine = self.routine.copy()
         if graph is first:
-            return self.routine
+            return routine
         counterparts = dict(zip(first.fx.nodes, graph.fx.nodes, strict=True))
         instructions = tuple(
             replace(
@@ -86,7 +86,6 @@ class SharedCode:
             )
             for instruction in listing.instructions
         )
-        routine = copy(self.routine)
         routine.graph, routine.listing = graph, replace(listing, graph=graph, instructions=instructions)
         routine.names = [instruction.where for instruction in instructions]
         return routine
