@@ -221,6 +221,11 @@ class Recorded:
         return [t for reference in self._tensors if (t := reference()) is not None]
 
 
+def builtin_of(op: OpOverload) -> Callable[..., Any]:
+    """An op's C function, without the Python method that calls it."""
+    return op._op
+
+
 def is_mutable(op: OpOverload) -> bool:
     """Does an op write to one of its arguments?"""
     return op._schema.is_mutable

@@ -18,6 +18,7 @@ import torch
 from torch._ops import OpOverload
 
 LIBRARY = torch.library.Library("shardc", "DEF")
+_KERNELS: dict[tuple[str, str], Callable[..., Any]] = {}  # by op and dispatch key, those in Python
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
@@ -28,6 +29,21 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    implement(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardc::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.shardc, name).default
+
+
+def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
+    """Register the kernel of an op for a dispatch key."""
+    LIBRARY.impl(name, kernel, key)
+    _KERNELS[name, key] = kernel
+
+
+def kernel_for(op: OpOverload, device: torch.device) -> Callable[..., Any] | None:
+    """The Python kernel that the dispatcher calls for tensors of a device without gradients; None of other ops."""
+    if op.namespace != LIBRARY.ns:
+        return None
+    name = op.name().partition("::")[2]
+    keys = ("CUDA" if device.type == "cuda" else "CPU", "CompositeExplicitAutograd")
+    return next((_KERNELS[name, key] for key in keys if (name, key) in _KERNELS), None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels_triton.base.diagnostic import error
-from kernels_triton.base.library import LIBRARY, define
+from kernels_triton.base.library import define, implement
 from kernels_triton.ir import reference
 from kernels_triton.ir.kernel import Kernel
 from kernels_triton.ir.text import parse
@@ -54,5 +54,5 @@ def _run_on_gpu(inputs: Sequence[Tensor], line: str) -> list[Tensor]:
 
 
 FUSED = define("fused(Tensor[] inputs, str kernel) -> Tensor[]", _reference, fake_outputs)
-LIBRARY.impl("fused", _run_on_gpu, "CUDA")
+implement("fused", _run_on_gpu, "CUDA")
 assert FUSED is torch.ops.shardc.fused.default

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from kernels_triton.base.diagnostic import error
 from kernels_triton.base.inplace import INTO, Into, Operand, Place, Scratch
-from kernels_triton.base.library import LIBRARY, define
+from kernels_triton.base.library import define, implement
 from kernels_triton.generated import inplace_call, op
 from kernels_triton.ir import reference
 from kernels_triton.ir.kernel import Kernel
@@ -65,7 +65,7 @@ def _define(name: str) -> OpOverload:
         )
 
     op_overload = define(f"{name}(Tensor[] inputs, str kernel) -> Tensor[]", simple, fake)
-    LIBRARY.impl(name, on_gpu, "CUDA")
+    implement(name, on_gpu, "CUDA")
 
     def prepare(
         operands: Sequence[Operand],

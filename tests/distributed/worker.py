@@ -147,7 +147,8 @@ def trainer_that_breaks(how: str) -> Trainer:
     trainer = launch(program, timeout=LIMIT)
     trainer.step({"x": mlp_inputs()["x"]})
     if world - 1 == RANK:
-        code = trainer.engine.executor.body._first_microbatch
+        body = trainer.engine.executor.body
+        code = list(body._first_microbatch)
         at, _, *rest = code[1]
 
         def fail(*_: object) -> None:
@@ -159,6 +160,7 @@ def trainer_that_breaks(how: str) -> Trainer:
             raise MemoryError("no memory for relu")
 
         code[1] = (at, fail, *rest)
+        body._first_microbatch = code  # code that has run is not looked at again
     return trainer
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_triton.base.library import LIBRARY, define
+from kernels_triton.base.library import define, implement
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import attention
 from shardc.ir.ops.attention_rows import layout
@@ -161,8 +161,8 @@ SPLIT_PARTS = define("split_parts(Tensor x) -> (Tensor o, Tensor lse)", _split_p
 
 def register_kernels(device: str, kernels: Kernels) -> None:
     """Compute tiles so on a kind of device."""
-    LIBRARY.impl("sdpa_part", partial(_sdpa_part, kernels), device)
-    LIBRARY.impl("sdpa_part_bwd", partial(_sdpa_part_bwd, kernels), device)
+    implement("sdpa_part", partial(_sdpa_part, kernels), device)
+    implement("sdpa_part_bwd", partial(_sdpa_part_bwd, kernels), device)
 
 
 def _axes_of(*args: Any) -> list[str]:

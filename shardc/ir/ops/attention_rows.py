@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels_triton.base.library import LIBRARY, define
+from kernels_triton.base.library import define, implement
 from shardc.ir.blocks import Blocks
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import attention
@@ -289,8 +289,8 @@ SDPA_ROWS_BWD = define(
 
 def register_kernels(device: str, kernels: Kernels) -> None:
     """Compute tiles so on a kind of device."""
-    LIBRARY.impl("sdpa_rows", partial(_sdpa_rows, kernels), device)
-    LIBRARY.impl("sdpa_rows_bwd", partial(_sdpa_rows_bwd, kernels), device)
+    implement("sdpa_rows", partial(_sdpa_rows, kernels), device)
+    implement("sdpa_rows_bwd", partial(_sdpa_rows_bwd, kernels), device)
 
 
 AXES_READ[SDPA_ROWS] = lambda *args: args[10]

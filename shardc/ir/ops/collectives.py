@@ -12,7 +12,7 @@ alone: never its coordinate. Tensors arrive as local dims; `atoms` lists the loc
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -31,9 +31,11 @@ ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all
 NO_ROWS = Sizes((), ())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Exchange:
-    """What a rank brings to a meeting of its group along `axes`; `Communicator` says what each kind gives back."""
+    """What a rank brings to a meeting of its group along `axes`; `Communicator` says what each kind gives back.
+
+    Not frozen: a frozen one takes Python three times as long to make, once a collective of every step."""
 
     kind: ExchangeKind
     x: torch.Tensor
@@ -93,7 +95,9 @@ def all_reduce_over(x: torch.Tensor, op: str, axes: list[str]) -> Steps:
 def late(steps: Callable[..., Steps], *args: Any) -> Steps:
     """A collective whose result is read at the end of the step alone."""
     generator = steps(*args)
-    received = yield replace(next(generator), late=True)
+    exchange = next(generator)
+    exchange.late = True
+    received = yield exchange
     try:
         generator.send(received)
     except StopIteration as done:
@@ -237,11 +241,15 @@ def _chunks(x: torch.Tensor, pos: int, group: int, chunk: int) -> torch.Tensor:
     missing = group * chunk - x.shape[pos]
     if missing:
         x = pad(x, [0, 0] * (x.ndim - 1 - pos) + [0, missing])
+    if pos == 0:
+        return x.view(group, chunk, *x.shape[1:])
     return x.unflatten(pos, (group, chunk)).movedim(pos, 0)
 
 
 def _joined(chunks: torch.Tensor, pos: int, size: int, shape: list[int]) -> torch.Tensor:
     """Chunks of dim `pos`, [group, ..., n, ...] -> [..., size, ...], without what was padded, as dims."""
+    if pos == 0 and chunks.shape[0] * chunks.shape[1] == size and chunks.is_contiguous():
+        return chunks.view(shape)
     front = chunks.movedim(0, pos)
     return _whole(front).flatten(pos, pos + 1).narrow(pos, 0, size).reshape(shape).contiguous()
 

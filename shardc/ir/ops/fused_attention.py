@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels_triton.base.library import LIBRARY
+from kernels_triton.base.library import implement
 from shardc import torch_compat
 from shardc.ir.ops import attention, attention_keys
 from shardc.ir.ops.attention_rows import register_kernels
@@ -146,7 +146,7 @@ def _cut(q: Tensor, k: Tensor, mask: Tensor | None, todo: Sequence[Tile]) -> Seq
 
 
 FUSED = Kernels(_sdpa, _sdpa_bwd, _cut)
-LIBRARY.impl("sdpa", partial(attention.whole, FUSED), "CUDA")
-LIBRARY.impl("sdpa_bwd", partial(attention.whole_backward, FUSED), "CUDA")
+implement("sdpa", partial(attention.whole, FUSED), "CUDA")
+implement("sdpa_bwd", partial(attention.whole_backward, FUSED), "CUDA")
 register_kernels("CUDA", FUSED)
 attention_keys.register_kernels("CUDA", FUSED)

@@ -22,7 +22,7 @@ from kernels_triton.base.library import define
 
 
 def _linear(x: Tensor, w: Tensor) -> Tensor:
-    return torch.matmul(x, w.t()).contiguous()
+    return torch.nn.functional.linear(x, w).contiguous()
 
 
 def _linear_fake(x: Tensor, w: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ step. `prepared_code` prepares the calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,6 +14,7 @@ from shardc.ir.graph import Graph, Port
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.context import RankContext, running
 from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.call_arguments import CallArguments, Slot
 from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.prepared_code import CodeLine, Routine
 
@@ -30,13 +30,13 @@ class BodyCode:
         self.routine = routine = Routine(body, context, rank, device, arena)
         self.listing = listing = routine.listing
         self._first_microbatch = routine.code(0, listing.repeated)  # of the first microbatch,
-        self._later_microbatches: list[CodeLine] = []  # of any other, which adds to the sums of the first,
+        self._later_microbatches: list[CodeLine] = []  # of any other: it adds to the first's sums, which are copies,
         self._once_per_step = routine.code(listing.repeated)  # and what runs once a step
         for index, *rest in self._first_microbatch:
             instruction = listing.instructions[index]
             if instruction.node.target is ACCUMULATE:
                 into = instruction.yields[0][2]
-                rest = [torch.Tensor.add_, _sum_of(into, instruction.reads[0]), into, rest[-1]]
+                rest = [torch.Tensor.add_, CallArguments((Slot(into), Slot(instruction.reads[0])), {}), into, rest[-1]]
             self._later_microbatches.append((index, *rest))  # type: ignore[arg-type]
 
     @torch.no_grad()
@@ -83,8 +83,3 @@ class BodyCode:
         for i, stack in stacks.items():
             env[listing.outputs[i]] = torch.stack(stack)
         return {port: env[slot] for port, slot in zip(self.body.outputs, listing.outputs, strict=True)}
-
-
-def _sum_of(total: int, term: int) -> Callable[[Sequence[Any]], tuple[Sequence[Any], dict[str, Any]]]:
-    """Arguments that add slot `term` to slot `total` in place. `accumulate` copied the first term: no alias."""
-    return lambda env: ((env[total], env[term]), {})

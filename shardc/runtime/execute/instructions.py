@@ -24,6 +24,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import MADE, in_microbatch
 from shardc.ir.ops.context import Communicator, RankContext
 from shardc.ir.ops.kernels import KERNELS
+from shardc.runtime.execute.call_arguments import CallArguments, Slot
 
 
 class SlotValues(Protocol):
@@ -68,7 +69,7 @@ class CallInstruction(CallSlots):
     """A call with what runs it. `arguments(env)` gives its args and kwargs."""
 
     target: Callable[..., Any]
-    arguments: Callable[[SlotValues], tuple[Sequence[Any], dict[str, Any]]]
+    arguments: CallArguments
 
     @property
     def name(self) -> str:
@@ -140,29 +141,18 @@ def rank_context(mesh: Mesh, rank: int, comm: Communicator) -> RankContext:
     return RankContext(mesh, coordinate, comm)
 
 
-def _arguments(
-    node: fx.Node, slots: dict[fx.Node, int], numerics: Numerics
-) -> Callable[[SlotValues], tuple[Sequence[Any], dict[str, Any]]]:
+def _arguments(node: fx.Node, slots: dict[fx.Node, int], numerics: Numerics) -> CallArguments:
     args = [_constant(arg, numerics) for arg in node.args]
     kwargs = {name: _constant(arg, numerics) for name, arg in node.kwargs.items()}
     _fill_in(node, args, kwargs, numerics)
-    positions = [(i, slots[arg]) for i, arg in enumerate(args) if isinstance(arg, fx.Node)]
-    nested = [(i, arg) for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and _has_node(arg)]
-    named = [(name, arg) for name, arg in kwargs.items() if isinstance(arg, fx.Node) or _has_node(arg)]
 
-    def plain(env: SlotValues) -> tuple[Sequence[Any], dict[str, Any]]:
-        filled = args.copy()
-        for i, slot in positions:
-            filled[i] = env[slot]
-        return filled, kwargs
+    def template(arg: Any) -> Any:
+        if isinstance(arg, (list, tuple)):
+            items = [template(item) for item in cast("Sequence[Any]", arg)]
+            return tuple(items) if isinstance(arg, tuple) else items
+        return Slot(slots[arg]) if isinstance(arg, fx.Node) else arg
 
-    def general(env: SlotValues) -> tuple[Sequence[Any], dict[str, Any]]:
-        filled, _ = plain(env)
-        for i, arg in nested:
-            filled[i] = fx.map_arg(arg, lambda n: env[slots[n]])  # type: ignore[index]
-        return filled, {**kwargs, **{name: fx.map_arg(arg, lambda n: env[slots[n]]) for name, arg in named}}  # type: ignore[index]
-
-    return general if nested or named else plain
+    return CallArguments(tuple(map(template, args)), {name: template(arg) for name, arg in kwargs.items()})
 
 
 def _target(node: fx.Node, numerics: Numerics) -> Callable[..., Any]:
@@ -188,12 +178,6 @@ def _target(node: fx.Node, numerics: Numerics) -> Callable[..., Any]:
         return arg.to(dtype) if isinstance(arg, torch.Tensor) and not (is_where and arg.dtype == torch.bool) else arg
 
     return lambda *args, **kwargs: run(*map(widened, args), **kwargs)
-
-
-def _has_node(arg: Any) -> bool:
-    if isinstance(arg, (list, tuple)):
-        return any(_has_node(item) for item in cast("Sequence[Any]", arg))
-    return isinstance(arg, fx.Node)
 
 
 def _constant(arg: Any, numerics: Numerics) -> Any:

@@ -1,14 +1,15 @@
 """A graph as prepared code: a flat list of plain calls, which one rank runs every step.
 
 Preparation computes everything that is static: argument templates, slots, their last uses, offsets that depend on the
-rank alone, and where collectives begin and are waited for. A run is then one loop. An error in it names the
-instruction, the user's line and the rank. Executors keep the values of the slots and choose the order of runs:
-`body_code` runs a whole step of microbatches, `executor` the parts of an instruction list.
+rank alone, and where collectives begin and are waited for. A run is then one Python function (`written_code`). An error
+in it names the instruction, the user's line and the rank. Executors keep the values of the slots and choose the order
+of runs: `body_code` runs a whole step of microbatches, `executor` the parts of an instruction list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -29,15 +30,15 @@ from shardc.ir.ops.local import axis_offset
 from shardc.ir.overlap_schedule import Action, schedule_overlap, sums_gradients
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.bucket_buffer import FlatBuffer, prepare_pack, prepare_unpack
+from shardc.runtime.execute.call_arguments import ALL_SLOTS, CallArguments, Slot, place_argument
+from shardc.runtime.execute.direct_call import direct_call
 from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
 from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.overlap import begin
+from shardc.runtime.execute.written_code import CodeLine, Many, Single, Unwatched, WrittenCode, write_code
 
-Single = int  # the slot of a call's only result
-Many = tuple[tuple[int, int], ...]  # (position among the results, slot)
-NOTHING: dict[str, Any] = {}
-CodeLine = tuple[int, Callable[..., Any], Any, Single | Many, tuple[int, ...]]
+ENVIRONMENT = CallArguments((ALL_SLOTS,), {})
 
 
 class Routine:
@@ -52,6 +53,7 @@ class Routine:
         self.names = [instruction.where for instruction in listing.instructions]
         self.empty: list[Any] = [None] * listing.size
         self._device = device
+        self._written: dict[int, tuple[Sequence[CodeLine], WrittenCode]] = {}  # by the identity of the code
         constant: set[int] = set()
         for instruction in listing.instructions:
             if instruction.target is axis_offset:
@@ -94,6 +96,12 @@ class Routine:
         for slot, x in self._fixed.items():
             self.empty[slot] = x
 
+    def copy(self) -> Routine:
+        """The same routine for other lists of its code."""
+        other = copy(self)
+        other._written = {}
+        return other
+
     def code(self, first: int = 0, last: int | None = None) -> list[CodeLine]:
         """The code of the instructions from `first` up to `last`. New parameters and state overwrite the held ones."""
         listing, code = self.listing, list[CodeLine]()
@@ -107,7 +115,7 @@ class Routine:
             if (flat := self._flats.get(instruction.node)) is not None:
                 if flat.has_copies or not code:
                     filled = flat.prepare_fill(self._fixed) or flat.fill
-                    code.append((action.at, filled, _all_slots, flat.slot, free))
+                    code.append((action.at, filled, ENVIRONMENT, flat.slot, free))
                 else:  # all members were allocated in the flat tensor
                     code[-1] = (*code[-1][:4], code[-1][4] + free)
                 continue
@@ -135,10 +143,10 @@ class Routine:
         return code
 
     def _call_line(self, instruction: CallInstruction, action: Action, free: tuple[int, ...]) -> CodeLine:
-        index, call, arguments, into, free = _action_line(instruction, action, free, self._fixed)
+        index, call, arguments, into, free = _action_line(instruction, action, free, self._fixed, self._device)
         if instruction.node.target is PACK:
             pack = prepare_pack(self.graph, instruction.node, instruction.reads, self._fixed, self._device)
-            call, arguments = (call, arguments) if pack is None else (pack, _all_slots)
+            call, arguments = (call, arguments) if pack is None else (pack, ENVIRONMENT)
         return index, call, arguments, into, free
 
     def _member_place(self, piece: Piece) -> Place:
@@ -149,13 +157,13 @@ class Routine:
     def _write_in_place(self, code: CodeLine, instruction: CallInstruction, over: dict[int, Place]) -> CodeLine:
         """A call of several results, some of which are written to given places."""
         index, _, arguments, into, free = code
-        op, places = instruction.node.target, tuple(over.items())
+        op = instruction.node.target
         if op is UNPACK:
             (flat,), used = instruction.reads, {p or 0 for _, p, _ in instruction.yields}
             unpack = prepare_unpack(instruction.node, self._fixed.get(flat, flat), used, over, self._device)
             if unpack is not None:
                 into = tuple((p or 0, slot) for _, p, slot in instruction.yields if slot not in self._fixed)
-                return index, unpack, _all_slots, into, free
+                return index, unpack, ENVIRONMENT, into, free
         if isinstance(into, tuple):
             into = tuple((position, slot) for position, slot in into if slot not in self._fixed)
         if (prepare := INTO[op].prepare) is not None:
@@ -164,38 +172,27 @@ class Routine:
             scratch = None if self._arena is None else self._arena.scratch
             prepared = prepare(operands, line, over, self._device, scratch)
             if prepared is not None:
-                return index, prepared, _all_slots, into, free
-        if not places:
+                return index, prepared, ENVIRONMENT, into, free
+        if not over:
             return index, INTO[op].run, arguments, into, free
 
-        def placed(env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-            args, kwargs = arguments(env)
-            destinations = {p: place if isinstance(place, torch.Tensor) else place(env) for p, place in places}
-            return args, {**kwargs, "over": destinations}
-
-        return index, INTO[op].run, placed, into, free
+        destinations = {p: place_argument(place) for p, place in over.items()}
+        return index, INTO[op].run, arguments.with_named(over=destinations), into, free
 
     def run(
         self, code: Sequence[CodeLine], env: list[Any], monitor: RunMonitor | None, base: int = 0, within: str = ""
     ) -> None:
         """Run code on the values in `env`. `base` is the monitor's counter of its first instruction. `within` names in
-        an error the list's instruction that the code belongs to."""
-        index = 0
+        an error the list's instruction that the code belongs to. Code that has run must not change: it is written as
+        Python only once."""
+        written = self._written.get(id(code))
+        if written is None or written[0] is not code:
+            written = self._written[id(code)] = code, write_code(code)
+        counted: Any = Unwatched() if monitor is None else monitor
         try:
-            for index, call, arguments, into, free in code:
-                if monitor is not None:
-                    monitor.counter = base + index
-                args, kwargs = arguments(env)
-                result = call(*args, **kwargs)
-                if type(into) is int:
-                    env[into] = result
-                else:
-                    for position, slot in into:  # type: ignore[union-attr]
-                        env[slot] = result[position]
-                    result = None  # it may have results that nothing reads
-                for slot in free:
-                    env[slot] = None
+            written[1](env, counted, base)
         except Exception as failure:
+            index = counted.counter - base
             explained = self._explain(failure, index, monitor, env, within)
             if explained is failure:
                 raise
@@ -220,12 +217,19 @@ class Routine:
 
 
 def _action_line(
-    instruction: CallInstruction, action: Action, free: tuple[int, ...], fixed: Mapping[int, torch.Tensor]
+    instruction: CallInstruction,
+    action: Action,
+    free: tuple[int, ...],
+    fixed: Mapping[int, torch.Tensor],
+    device: torch.device,
 ) -> CodeLine:
     steps, into = COLLECTIVES.get(instruction.target), _result_slots(instruction)
     match action.kind:
         case "run":
-            call = instruction.target if steps is None else partial(run_collective, steps)
+            arguments = instruction.arguments
+            call = (
+                partial(run_collective, steps) if steps else direct_call(instruction.target, device, arguments.kwargs)
+            )
             return action.at, call, instruction.arguments, into, free
         case "begin":
             assert steps is not None
@@ -234,9 +238,9 @@ def _action_line(
             return action.at, partial(begin, steps), instruction.arguments, into, free
         case "wait":
             assert isinstance(into, int)
-            return action.at, partial(_wait_into, fixed.get(into)), lambda env: ((env[into],), {}), into, free
+            return action.at, partial(_wait_into, fixed.get(into)), CallArguments((Slot(into),), {}), into, free
         case "free":
-            return action.at, partial(_wait_into, None), lambda env: ((tuple,), {}), (), free
+            return action.at, partial(_wait_into, None), CallArguments((tuple,), {}), (), free
         case "add":
             raise AssertionError("`stage_code` puts additions behind the lines that make the terms")
 
@@ -245,25 +249,15 @@ def _write_over(code: CodeLine, write: Write, over: int, slot: int) -> list[Code
     """A call whose result overwrites the tensor in slot `over`. Slot `slot` then holds the same tensor."""
     index, _, arguments, into, free = code
     if write.op is None:
-        return [code, (index, torch.Tensor.copy_, lambda env: ((env[over], env[slot]), {}), slot, ())]
-
-    def placed(env: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        args, kwargs = arguments(env)
-        return args, {**kwargs, "out": env[over]}
-
-    return [(index, write.op, placed, into, free)]
+        return [code, (index, torch.Tensor.copy_, CallArguments((Slot(over), Slot(slot)), {}), slot, ())]
+    return [(index, direct_call(write.op), arguments.with_named(out=Slot(over)), into, free)]
 
 
 def _produce_at(code: CodeLine, make: Callable[..., Any] | None, place: Place) -> CodeLine:
     """A call of one result, which is written to a given place."""
     index, _, arguments, into, free = code
     assert make is not None
-
-    def placed(env: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        args, kwargs = arguments(env)
-        return args, {**kwargs, "out": place if isinstance(place, torch.Tensor) else place(env)}
-
-    return index, make, placed, into, free
+    return index, direct_call(make), arguments.with_named(out=place_argument(place)), into, free
 
 
 class _SlotNumbers:
@@ -271,10 +265,6 @@ class _SlotNumbers:
 
     def __getitem__(self, slot: int, /) -> int:
         return slot
-
-
-def _all_slots(env: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    return (env,), NOTHING
 
 
 def _held_place(slot: int) -> Callable[[list[Any]], torch.Tensor]:

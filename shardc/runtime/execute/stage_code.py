@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.context import RankContext
 from shardc.runtime.execute.arena import Arena
+from shardc.runtime.execute.call_arguments import CallArguments, Slot
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.prepared_code import CodeLine, Routine
@@ -74,8 +74,9 @@ class SharedCode:
     def of(self, graph: Graph) -> Routine:
         """The routine, with the names of another graph of the form."""
         first, listing = self.routine.graph, self.routine.listing
+        routine = self.routine.copy()
         if graph is first:
-            return self.routine
+            return routine
         counterparts = dict(zip(first.fx.nodes, graph.fx.nodes, strict=True))
         instructions = tuple(
             replace(
@@ -85,7 +86,6 @@ class SharedCode:
             )
             for instruction in listing.instructions
         )
-        routine = copy(self.routine)
         routine.graph, routine.listing = graph, replace(listing, graph=graph, instructions=instructions)
         routine.names = [instruction.where for instruction in instructions]
         return routine
@@ -167,17 +167,13 @@ def add_terms_early(graph_code: GraphCode, add: Callable[[str, torch.Tensor], No
         if not producing_lines:
             remaining.append((name, slot))
             continue
-        call, free = partial(add, name), (slot,) if slots.count(slot) == 1 else ()
-        graph_code.code.insert(
-            producing_lines[-1] + 1, (graph_code.code[producing_lines[-1]][0], call, _slot_argument(slot), (), free)
-        )
+        last = producing_lines[-1]
+        free = (slot,) if slots.count(slot) == 1 else ()
+        line = graph_code.code[last][0], partial(add, name), CallArguments((Slot(slot),), {}), (), free
+        graph_code.code.insert(last + 1, line)
     return remaining
 
 
 def _fills(code: CodeLine, slot: int) -> bool:
     into = code[3]
     return into == slot if isinstance(into, int) else any(result_slot == slot for _, result_slot in into)
-
-
-def _slot_argument(slot: int) -> Callable[[Sequence[Any]], tuple[Sequence[Any], dict[str, Any]]]:
-    return lambda env: ((env[slot],), {})

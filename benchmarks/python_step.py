@@ -1,0 +1,165 @@
+"""What a step of one rank costs the CPU: milliseconds of process time over torch's fake process group, tiny tensors.
+
+The model is `benchmarks.gpt` of a given number of layers. Nothing is sent. Attention and the kernels of `fuse` only
+allocate their results, as before a launch on a GPU: a CPU would run their references.
+
+    python -m benchmarks.python_step [--layers 8] [--steps 20] [--only WORD] [--profile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardc
+from benchmarks.gpt import GPT, GPT_PLAN
+from kernels_triton.base.inplace import INTO, Operand, Place
+from kernels_triton.base.library import implement
+from kernels_triton.ir.text import parse
+from shardc.ir.graph import type_of
+from shardc.ir.group_axes import axes_used
+from shardc.runtime.execute.executor import Executor
+from shardc.runtime.execute.instructions import rank_context
+from shardc.runtime.execute.microbatches import feeds
+from shardc.runtime.execute.peer_groups import PeerGroups, groups_of, ranks_of_position
+from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
+from shardc.runtime.oracle.simulate import sharded
+
+CPU = torch.device("cpu")
+DP = {"inputs": {"input_ids": "dp, -", "labels": "dp, -"}}
+ZERO_3 = {**DP, "storage": {"zero": 3, "axes": ["dp"]}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one rank": ("dp=1", {}),
+    "dp": ("dp=2", DP),
+    "dp accumulate": ("dp=2", {**DP, "accumulate": 4}),
+    "dp bucket": ("dp=2", {**DP, "bucket": True}),
+    "zero-3": ("dp=2", ZERO_3),
+    "zero-3 bf16 bucket": ("dp=2", {**ZERO_3, "precision": "bf16", "bucket": True}),
+    "tp": ("dp=1, tp=2", {"params": GPT_PLAN}),
+    "pipeline": ("pp=2, dp=2", {**DP, "pipeline": {"axis": "pp", "microbatches": 4, "schedule": "1f1b"}}),
+}
+
+
+def without_launch(
+    operands: Sequence[Operand], line: str, places: Mapping[int, Place], device: torch.device, scratch: Any = None
+) -> Callable[..., Any]:
+    """A kernel's prepared call without the launch: operands are read, results allocated, or where they are placed."""
+    slots = [x for x in operands if isinstance(x, int)]
+    outputs = [(number, output.shape, output.dtype) for number, output in enumerate(parse(line).outputs)]
+
+    def call(env: list[Any]) -> list[torch.Tensor]:
+        for slot in slots:
+            env[slot].data_ptr()
+        results: list[torch.Tensor] = []
+        for number, shape, dtype in outputs:
+            place = places.get(number)
+            if place is None:
+                results.append(torch.zeros(shape, dtype=dtype, device=device))
+            else:
+                results.append(place if isinstance(place, torch.Tensor) else place(env))
+                if not dtype.is_floating_point:  # an index of rows
+                    results[-1].zero_()
+        return results
+
+    return call
+
+
+def without_attention() -> None:
+    """Attention's reference allocates its results and computes nothing."""
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = q.transpose(1, 2)
+        return rows.new_zeros((*rows.shape[:3], v.shape[-1])).transpose(1, 2), q.new_zeros(q.shape[:3]).float()
+
+    def backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Any:
+        made = (t.new_zeros([t.shape[i] for i in (0, 2, 1, 3)]).transpose(1, 2) for t in (q, k, v))
+        return (*made, q.new_zeros(0))
+
+    implement("sdpa", forward, "CPU")
+    implement("sdpa_bwd", backward, "CPU")
+
+
+def step_of(mesh: str, plan: Mapping[str, Any], layers: int) -> Callable[[], Any]:
+    """A step of rank 0, over the process group `fake`, which it makes."""
+    torch.manual_seed(0)
+    model = GPT(64, 32, 2, layers, 16)
+    batch = {name: torch.randint(64, (8, 16)) for name in ("input_ids", "labels")}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    program = shardc.compile(model, batch, mesh=mesh, plan=dict(plan), optimizer=optimizer)
+    staged = program.staged
+    body, world = staged.body, staged.mesh.world_size
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    count, limit = len(staged.lists.ranks), timedelta(seconds=9)
+    copies = [[staged.rank_of(c, i) for i in range(body.mesh.world_size)] for c in range(count)]
+    comm = ProcessGroupCommunicator(body.mesh, 0, axes_used(body), limit, copies, 0, groups_of(staged))
+    peers = PeerGroups(ranks_of_position(staged, 0), comm.group, CPU, limit)
+    executor = Executor(staged, 0, rank_context(body.mesh, 0, comm), 0, peers)
+    types, whole = {name: type_of(node) for name, node in body.input_nodes().items()}, program.inputs()
+
+    def local(name: str, value: torch.Tensor) -> torch.Tensor:
+        return sharded(value.detach(), types[name], body.mesh)[0].clone()
+
+    fed = [{name: local(name, x) for name, x in feed.items()} for feed in feeds(body, whole)]
+    held = {name: local(name, x) for name, x in whole.items() if name not in fed[0]}
+    return lambda: executor.run(held, fed, Counter())
+
+
+class Counter:
+    """A monitor that nobody asks."""
+
+    counter = 0
+
+    def blame(self, failure: BaseException) -> Exception:
+        raise failure
+
+    def report_own_failure(self, why: str) -> None: ...
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    without_attention()
+    for op, into in INTO.items():
+        INTO[op] = into if into.prepare is None else replace(into, prepare=without_launch)
+    for name, (mesh, plan) in CASES.items():
+        for fuse in (False, True):
+            label = f"{name} fuse" if fuse else name
+            if options.only not in label:
+                continue
+            run = step_of(mesh, {**plan, "fuse": fuse}, options.layers)
+            for _ in range(3):
+                run()
+            spent: list[float] = []
+            for _ in range(options.steps):
+                start = time.process_time()
+                run()
+                spent.append((time.process_time() - start) * 1e3)
+            row = {"case": label, "layers": options.layers, "median": statistics.median(spent), "least": min(spent)}
+            print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+            if options.profile:
+                with cProfile.Profile() as profile:
+                    for _ in range(5):
+                        run()
+                pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

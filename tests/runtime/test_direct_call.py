@@ -1,0 +1,101 @@
+"""What prepared code calls in the place of ops gives bitwise what the ops give, in the same dtypes and strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels_triton.base.library import kernel_for
+from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from shardc.runtime.execute.direct_call import DIRECT, direct_call
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+TWO = {op for name in ("add", "sub", "mul", "div") for op in (getattr(aten, name).Tensor, getattr(aten, name).out)}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+
+
+def operands(op: Any, dtype: torch.dtype) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Calls of an op as graphs have them: operands that are not contiguous, of other dtypes, and numbers."""
+    x, y = (torch.arange(1, 25).view(4, 6).to(dtype) + shift for shift in (0, 3))
+    whole = torch.arange(1, 25).view(4, 6)
+    number = torch.tensor(0.5, dtype=torch.float64)
+    name = op.__name__.partition(".")[0]
+    cases: dict[str, list[tuple[Any, ...]]] = {
+        "maximum": [(x, y), (x.t(), y.t())],
+        "where": [(x > 7, x, y), (x[0] > 3, x, number), (x > 7, whole, y)],
+        "lerp": [(x, y, 0.25), (x.t(), y.t(), 0.75)],
+        "reshape": [(x, [2, 12]), (x.t(), [24]), (x, [-1])],
+        "transpose": [(x, 0, 1), (x, -1, -2)],
+        "permute": [(x, [1, 0])],
+        "unsqueeze": [(x, 0), (x, -1)],
+        "t": [(x,), (x[0],)],
+        "expand": [(x[:1], [4, 6]), (x, [2, -1, -1])],
+        "mm": [(x, y.t()), (x.t(), y)],
+        "bmm": [(x[None], y.t()[None])],
+        "split_with_sizes": [(x, [1, 5], 1), (x, [3, 1])],
+        "embedding": [(x, whole[0] % 4), (x, whole[0] % 4, 0)],
+        "native_layer_norm": [(x, [6], y[0], y[1], 1e-5), (x, [6], None, None, 1e-5)],
+    }
+    if op in TWO:
+        cases[name] = [(x, y), (x.t(), y.t()), (x, whole), (whole, x), (x, number), (x, 2), (x, 0.5), (number, x)]
+    named = [((x, y), {"alpha": 2})] if name in ("add", "sub") else []
+    return [*((args, {}) for args in cases.get(name, [(x,), (x.t(),)])), *named]
+
+
+def results(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+@pytest.mark.parametrize("op", DIRECT, ids=str)
+def test_a_function_gives_what_its_op_gives(op: Any) -> None:
+    compared = 0
+    for dtype in DTYPES:
+        for args, kwargs in operands(op, dtype):
+            out = {}
+            if op.__name__.endswith("out"):
+                out = {"out": torch.empty_like(args[0], dtype=torch.promote_types(dtype, torch.float32))}
+            try:
+                expected = results(op(*args, **kwargs, **out))
+            except (RuntimeError, NotImplementedError):  # not for integers
+                with pytest.raises((RuntimeError, NotImplementedError)):
+                    DIRECT[op](*args, **kwargs, **out)
+                continue
+            expected = [x.clone() for x in expected] if out else expected
+            found = results(DIRECT[op](*args, **kwargs, **{name: torch.zeros_like(x) for name, x in out.items()}))
+            assert [x.dtype for x in found] == [x.dtype for x in expected]
+            assert [(x.shape, x.stride()) for x in found] == [(x.shape, x.stride()) for x in expected]
+            assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(found, expected, strict=True))
+            compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lead", [(), (5,), (2, 5), (2, 0), (2, 3, 5)], ids=str)
+def test_products_are_those_of_matmul(lead: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(*lead, 8, dtype=dtype), torch.randn(6, 8, dtype=dtype)
+    assert torch.equal(direct_call(LINEAR, CPU)(x, w), torch.matmul(x, w.t()))
+    if len(lead) == 2:  # rows that are no rows in memory
+        turned = x.transpose(0, 1)
+        assert torch.equal(direct_call(LINEAR, CPU)(turned, w), torch.matmul(turned, w.t()))
+        assert direct_call(LINEAR, CPU)(turned, w).is_contiguous()
+
+
+def test_no_call_of_our_own_ops_goes_through_the_dispatcher() -> None:
+    for op in (LINEAR, LINEAR_DGRAD, LINEAR_WGRAD):
+        assert direct_call(op, CPU) is kernel_for(op, CPU)
+        assert type(direct_call(op, CPU)).__name__ == "function"
+    assert kernel_for(aten.add.Tensor, CPU) is None
+
+
+def test_attention_of_a_gpu_is_what_is_registered_for_gpus() -> None:
+    from shardc.ir.ops import fused_attention
+    from shardc.ir.ops.attention import REFERENCE, SDPA
+
+    on_gpu, on_cpu = (direct_call(SDPA, torch.device(name)) for name in ("cuda", "cpu"))
+    assert on_gpu.args == (fused_attention.FUSED,)  # type: ignore[attr-defined]
+    assert on_cpu.args == (REFERENCE,)  # type: ignore[attr-defined]
