@@ -125,3 +125,13 @@ def test_what_fixes_a_size_is_said() -> None:
         own.step(wide(8, 10))
     steps(other := trainer(without_symbols(PLAN), Fixing), [(8, 10)])
     same_state(own, other)
+
+
+@pytest.mark.long
+def test_fp16_at_other_sizes() -> None:
+    """Bit by bit, with the scale of its loss, where a rank has two rows or more: see `same_state`."""
+    plan = PLAN.merge(Plan.of(precision="fp16"))
+    sizes = [size for size in SIZES if size[0] > 2]
+    own, other = trainer(plan, sample=(8, 16)), trainer(without_symbols(plan), sample=(8, 16))
+    assert steps(own, sizes) == steps(other, sizes)
+    torch.testing.assert_close(own.state, other.state, rtol=0, atol=0)
