@@ -94,8 +94,7 @@ class Mesh:
 
     def size(self, axes: Axes) -> int:
         """How many shards these axes make together; a split axis counts as the product of its sub-axes."""
-        sizes = dict(self.axes)
-        return math.prod(sizes[name] for name in self.resolve(axes))
+        return _size(self, axes if isinstance(axes, str) else tuple(axes))
 
     def resolve(self, axes: Axes) -> tuple[str, ...]:
         """The axes of this mesh that the given ones stand for: themselves, or their sub-axes, major first."""
@@ -185,6 +184,12 @@ def _offsets(mesh: Mesh, axes: Sequence[str]) -> tuple[int, ...]:
     sizes, strides = dict(mesh.axes), mesh._strides()  # pyright: ignore[reportPrivateUsage]
     steps = [range(0, sizes[name] * strides[name], strides[name]) for name in axes]
     return tuple(sum(point) for point in product(*steps))
+
+
+@lru_cache(maxsize=65536)
+def _size(mesh: Mesh, axes: Axes) -> int:
+    sizes = dict(mesh.axes)
+    return math.prod([sizes[name] for name in mesh.resolve(axes)])
 
 
 # A program has thousands of collectives but few sets of axes, and each rank asks for its groups of every one.

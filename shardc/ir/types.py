@@ -150,8 +150,7 @@ class TensorType:
         """The shape every rank stores (the same on all of them; uneven atoms are padded)."""
         if not self.is_sharded:
             return (self.room, *self.shape[1:]) if self.room else self.shape
-        shape = tuple([math.prod([a.local(mesh) for a in dim]) for dim in self.dims[: self.ndim]])
-        return (self.room, *shape[1:]) if self.room else shape
+        return _local_shape(self, mesh)
 
     def local_extents(self, mesh: Mesh) -> tuple[int, ...]:
         """The local shape, and behind it the local sizes of ragged dims."""
@@ -235,6 +234,13 @@ class TensorType:
         return TensorType(
             DTYPES[match[1]], dims, tuple(sorted((axis, kind) for kind, axis in pending)), len(ragged), int(room or 0)
         )
+
+
+@lru_cache(maxsize=65536)
+def _local_shape(type: TensorType, mesh: Mesh) -> tuple[int, ...]:
+    """Of a sharded type: `TensorType.local_shape`, which passes and costs ask for the same few thousand types."""
+    shape = tuple([math.prod([a.local(mesh) for a in dim]) for dim in type.dims[: type.ndim]])
+    return (type.room, *shape[1:]) if type.room else shape
 
 
 def _parse_dim(text: str) -> Dim:
