@@ -103,6 +103,8 @@ def same(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPS)
 def test_as_eager(name: str, layout: str, length: int) -> None:
+    if name == "aminmax" and torch.__version__ < "2.13":
+        pytest.skip("this torch has no derivative of aminmax")
     mesh, inputs, balance = LAYOUTS[layout]
     plan: dict[str, Any] = {"inputs": {"x": inputs, "z": inputs}}
     if "cp" in mesh:
