@@ -89,9 +89,9 @@ def subject_of(name: str, hardware: Hardware) -> tuple[Subject, int]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the search found, None where no plan fits, and the best of the plans that it is compared with."""
+    """What the search chose, None where no plan fits, and the best of the plans that it is compared with."""
 
-    found: Priced | None
+    chosen: Priced | None
     best: Priced | None
     tried: int
     fitting: int
@@ -102,7 +102,7 @@ class Outcome:
         """0 where a plan fits and the search found none."""
         if self.best is None:
             return 1.0
-        return 0.0 if self.found is None else self.best.seconds / self.found.seconds
+        return 0.0 if self.chosen is None else self.best.seconds / self.chosen.seconds
 
     @property
     def holds(self) -> bool:
@@ -113,14 +113,14 @@ class Outcome:
 def compare(subject: Subject, limits: Limits, plans: int, seed: int = 0) -> Outcome:
     """The search against so many random plans; 0: against every plan."""
     start = time.process_time()
-    found = next(iter(search(subject, limits).fitting(limits.memory)), None)
+    chosen = next(iter(search(subject, limits).fitting(limits.memory)), None)
     seconds = time.process_time() - start
     every = list(candidates(subject, limits))
     drawn = random.Random(seed).sample(every, min(plans, len(every))) if plans else every
     priced = [p for c in drawn if (p := price(subject, c)) is not None]
     fitting = [p for p in priced if p.estimate.memory.total <= limits.memory]
     best = min(fitting, key=lambda p: p.seconds, default=None)
-    return Outcome(found, best, len(priced), len(fitting), seconds)
+    return Outcome(chosen, best, len(priced), len(fitting), seconds)
 
 
 def price(subject: Subject, candidate: Candidate) -> Priced | None:
@@ -148,8 +148,8 @@ def main() -> None:
             json.dumps(
                 {
                     "model": name,
-                    "found": None if outcome.found is None else str(outcome.found.candidate),
-                    "ms": None if outcome.found is None else outcome.found.seconds * 1e3,
+                    "chosen": None if outcome.chosen is None else str(outcome.chosen.candidate),
+                    "ms": None if outcome.chosen is None else outcome.chosen.seconds * 1e3,
                     "best_of_drawn": None if outcome.best is None else str(outcome.best.candidate),
                     "ratio": outcome.ratio,
                     "holds": outcome.holds,

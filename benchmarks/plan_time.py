@@ -4,8 +4,8 @@
     python -m benchmarks.plan_time 8b --json
 
 CPU seconds are those of the whole process, imports and the model on the meta device included; beside them the wall
-clock, the candidates and the small programs that were compiled. The counts are the same in
-each run: they tell a change of the search from a busy machine.
+clock, the candidates and the small programs that were compiled. The counts are the same in each run: they tell a change
+of the search from a busy machine.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def without_attention() -> None:
         return rows.new_zeros((*rows.shape[:3], v.shape[-1])).transpose(1, 2), q.new_zeros(q.shape[:3]).float()
 
     def backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Any:
-        made = (t.new_zeros([t.shape[i] for i in (0, 2, 1, 3)]).transpose(1, 2) for t in (q, k, v))
-        return (*made, q.new_zeros(0))
+        gradients = (t.new_zeros([t.shape[i] for i in (0, 2, 1, 3)]).transpose(1, 2) for t in (q, k, v))
+        return (*gradients, q.new_zeros(0))
 
     implement("sdpa", forward, "CPU")
     implement("sdpa_bwd", backward, "CPU")

@@ -206,8 +206,8 @@ class _Streams:
         timed.launches += 1
         ready = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0))
         start = max(ready, timed.host)
-        here = max(self.free[COMPUTE], timed.host)
-        self.late[node] = max(0.0, here + self.meetings.wait(self.busy - self.met) - start)
+        computed = max(self.free[COMPUTE], timed.host)
+        self.late[node] = max(0.0, computed + self.meetings.wait(self.busy - self.met) - start)
         start += self.late[node]
         end = start + cost.seconds
         timed.kinds["collective"] = timed.kinds.get("collective", 0.0) + cost.seconds
@@ -217,7 +217,7 @@ class _Streams:
         self.begun.setdefault(cost.stream, []).append((node, start, end))
         self.arrives[node] = end, cost.seconds, self.busy, start - self.late[node] - ready
         if taken := self.cores * cost.seconds:
-            self.free[COMPUTE] = max(self.free[COMPUTE], timed.host) + taken
+            self.free[COMPUTE] = computed + taken
             timed.taken += taken
             timed.exposed.append(Exposed(node, taken))
             timed.by_call[node] = timed.by_call.get(node, 0.0) + taken

@@ -142,13 +142,15 @@ class _Step:
         return self._over("all_reduce", part, size)
 
     def _beside(self, collective: float, work: float, count: int) -> float:
-        """What collectives of `count` layers take beside the work of these: what is left of them when it is done, and
-        what it takes longer."""
+        """What collectives of `count` layers take beside the work of these: the cores that they take from it, what is
+        left of them when it is done, and what it takes longer."""
         if not collective:
             return 0.0
         collective *= self.slowdown.collective
-        shown = max(collective / count, collective - work * (count - 1) / count)
-        return shown + (self.slowdown.product - 1 + self.slowdown.cores) * (collective - shown)
+        taken = self.slowdown.cores * collective
+        left = max(0.0, collective - taken - work * (count - 1) / count)
+        shown = max(collective / count, taken + left)
+        return shown + (self.slowdown.product - 1) * (collective - shown)
 
     def _gathered(self, owned: Sequence[Stage]) -> float:
         """ZeRO-3: how long a rank waits in a microbatch for weights, gathered in forward and again in backward."""

@@ -105,7 +105,7 @@ class Samples:
         """From where to where each extent is tried: as asked, or far around its own size, as guards allow. Raises
         ShardcError (SC232) with the guard that leaves too few sizes."""
         sizes, ranges = self.sizes_of(self.call), dict[str, tuple[int, int]]()
-        own = {name: max(size, 2 * self.parts[name]) for name, size in sizes.items()}
+        asked_at = {name: max(size, 2 * self.parts[name]) for name, size in sizes.items()}
         for name, size in sizes.items():
             low, high = (asked or {}).get(name, (2, DEFAULT * size))
             steps = (
@@ -113,13 +113,13 @@ class Samples:
                 if high - low <= MOST
                 else [round(low * (high / low) ** (i / MOST)) for i in range(MOST + 1)]
             )
-            answers = [(n, self.guards.broken({**own, name: n})) for n in steps]
+            answers = [(n, self.guards.broken({**asked_at, name: n})) for n in steps]
             fitting = [n for n, guard in answers if guard is None]
             unit = self.units[name]
             if len({n // unit for n in fitting if n >= unit}) < FEWEST:
                 guard, n = next(((g, n) for n, g in answers if g is not None), (None, low))
                 if guard is not None:
-                    raise ShardcError(guard.diagnostic({**own, name: n}))
+                    raise ShardcError(guard.diagnostic({**asked_at, name: n}))
                 message = f"{name} from {low} to {high} has fewer than {FEWEST} multiples of {unit}"
                 raise error("SC232", message, hint="ask for a wider range")
             limited = max(fitting) < high  # at the limit itself, such as a table's length, calls may fall away

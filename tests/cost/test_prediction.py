@@ -188,11 +188,11 @@ class Tied(nn.Module):
 def test_no_collective_is_exposed_for_longer_than_it_takes() -> None:
     """Compute that waits for one in a queue stands still for those in front of it, too: they are what is exposed."""
     plan = {"inputs": {"ids": "dp, -"}, "storage": {"zero": 3, "axes": "dp"}}
-    program, here = shardc.compile(Tied(), torch.randint(0, 64, (8, 16)), mesh="dp=2", plan=plan), hardware("cpu-gloo")
-    slow = program.predict(here)  # whose collectives take cores, and whose ranks wait for each other
+    program, cpu = shardc.compile(Tied(), torch.randint(0, 64, (8, 16)), mesh="dp=2", plan=plan), hardware("cpu-gloo")
+    slow = program.predict(cpu)  # whose collectives take cores, and whose ranks wait for each other
     assert sum(row.exposed_ms for row in slow.exposed_ms) <= sum(row.ms for row in slow.exposed_ms) + slow.met_ms
     assert 0 < slow.taken_ms < sum(row.ms for row in slow.exposed_ms)
-    predicted = program.predict(here.changed({"contention": {}, "meetings": {}}))
+    predicted = program.predict(cpu.changed({"contention": {}, "meetings": {}}))
     assert len(predicted.exposed_ms) == 4
     for row in predicted.exposed_ms:
         assert 0 < row.exposed_ms <= row.ms * (1 + 1e-9)

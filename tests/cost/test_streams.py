@@ -61,6 +61,19 @@ class Drawn:
         return self.builder.graph()
 
 
+def beside_a_collective(products: int) -> Graph:
+    """A product, a collective beside so many products, and a product of both."""
+    drawn = Drawn()
+    drawn.reduce()
+    reduced = len(drawn.values) - 1
+    drawn.product(0)
+    for _ in range(products - 1):
+        drawn.product()
+    beside = drawn.values[-1]
+    drawn.values.append(drawn.builder.call("both", TYPE, aten.mm.default, drawn.values[reduced], beside))
+    return drawn.graph()
+
+
 def timed(graph: Graph, hardware: Hardware = FLAT) -> tuple[Timed, dict[fx.Node, CallCost]]:
     costs = call_costs(graph, hardware)
     return run(graph, costs, hardware), costs
@@ -79,15 +92,7 @@ def test_a_chain_adds_up() -> None:
 
 @pytest.mark.parametrize("products", [1, 10, 100])
 def test_a_collective_hides_behind_as_many_products_as_it_is_long(products: int) -> None:
-    drawn = Drawn()
-    drawn.reduce()
-    reduced = len(drawn.values) - 1
-    drawn.product(0)
-    for _ in range(products - 1):
-        drawn.product()
-    beside = drawn.values[-1]
-    drawn.values.append(drawn.builder.call("both", TYPE, aten.mm.default, drawn.values[reduced], beside))
-    found, _ = timed(drawn.graph())
+    found, _ = timed(beside_a_collective(products))
     hidden = products * PRODUCT
     assert found.seconds == pytest.approx(2 * PRODUCT + max(hidden, REDUCED), rel=1e-2)
     assert sum(seconds for _, seconds in found.exposed) == pytest.approx(max(0.0, REDUCED - hidden), abs=1e-7)
@@ -151,15 +156,7 @@ def with_tables(**tables: object) -> Hardware:
 @pytest.mark.parametrize("products", [1, 100])
 def test_a_collective_on_the_computes_cores_hides_what_is_left(products: int) -> None:
     """Compute stands still for 0.75 of it, wherever it is waited for; the rest passes behind products."""
-    drawn = Drawn()
-    drawn.reduce()
-    reduced = len(drawn.values) - 1
-    drawn.product(0)
-    for _ in range(products - 1):
-        drawn.product()
-    beside = drawn.values[-1]
-    drawn.values.append(drawn.builder.call("both", TYPE, aten.mm.default, drawn.values[reduced], beside))
-    found, _ = timed(drawn.graph(), with_tables(contention={"cores": 0.75}))
+    found, _ = timed(beside_a_collective(products), with_tables(contention={"cores": 0.75}))
     taken, hidden = 0.75 * REDUCED, products * PRODUCT
     assert found.taken == pytest.approx(taken, rel=1e-3)
     assert found.seconds == pytest.approx(2 * PRODUCT + taken + max(hidden, REDUCED - taken), rel=1e-2)
@@ -188,15 +185,7 @@ def test_ranks_meet_later_the_longer_they_have_computed() -> None:
 
 def test_a_hidden_collective_is_no_meeting() -> None:
     """Compute never waits for it, so its ranks need not come at the same time."""
-    drawn = Drawn()
-    drawn.reduce()
-    reduced = len(drawn.values) - 1
-    drawn.product(0)
-    for _ in range(99):
-        drawn.product()
-    beside = drawn.values[-1]
-    drawn.values.append(drawn.builder.call("both", TYPE, aten.mm.default, drawn.values[reduced], beside))
-    found, _ = timed(drawn.graph(), with_tables(meetings={"jitter_seconds": PRODUCT}))
+    found, _ = timed(beside_a_collective(100), with_tables(meetings={"jitter_seconds": PRODUCT}))
     assert found.met == 0
     assert found.seconds == pytest.approx(102 * PRODUCT, rel=1e-2)
 

@@ -20,7 +20,7 @@ def test_none_of_random_plans_is_better(name: str, plans: int) -> None:
     subject, length = subject_of(name, MACHINE)
     outcome = compare(subject, Limits(16, 80e9, BATCH, length), plans)
     assert outcome.fitting > plans / 4
-    assert outcome.holds, f"{outcome.best} beats {outcome.found}"
+    assert outcome.holds, f"{outcome.best} beats {outcome.chosen}"
 
 
 @pytest.mark.long
@@ -29,7 +29,7 @@ def test_none_of_random_plans_is_better(name: str, plans: int) -> None:
 def test_nothing_of_a_small_space_is_better(name: str, memory: float) -> None:
     subject, length = subject_of(name, MACHINE)
     outcome = compare(subject, Limits(2, memory, 8, length), 0)
-    assert outcome.holds, f"{outcome.best} beats {outcome.found}"
+    assert outcome.holds, f"{outcome.best} beats {outcome.chosen}"
 
 
 def test_the_space_has_every_choice() -> None:

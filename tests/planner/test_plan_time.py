@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.plan_time import CASES, measured
+from benchmarks.plan_time import measured
 
 
 def test_eight_billion_parameters_on_eight_gpus() -> None:
@@ -11,4 +11,3 @@ def test_eight_billion_parameters_on_eight_gpus() -> None:
     assert row["compiles"] <= 19, "small programs; the CPU seconds of a search are mostly theirs"
     assert row["best"] == "dp=8; zero 3, recompute selective, 8 microbatches of 1"
     assert row["peak_bytes"] <= 80 * 2**30
-    assert row["bar_s"] == CASES["8b"].bar

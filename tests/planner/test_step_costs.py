@@ -138,6 +138,16 @@ def test_what_computes_beside_a_gather_takes_longer() -> None:
     assert beside.gathered > 3 * alone.gathered > 0
 
 
+@pytest.mark.parametrize(("weights", "ratio"), [(1e6, 0.75 * 8), (1e13, 1.0)], ids=["hidden", "longer than work"])
+def test_gathers_on_the_computes_cores_hide_what_is_left(weights: float, ratio: float) -> None:
+    """Of hidden ones an eighth is shown, and with cores taken 0.75; of longer ones what the work does not cover."""
+    layer = dataclasses.replace(LAYER, weights=weights, largest=weights)
+    taking = Hardware.of({"contention": {"cores": 0.75}})
+    candidate = Candidate(dp=8, zero=3, microbatches=4)
+    alone, taken = (estimate(candidate, layers(8, layer=layer), h, NUMBERS) for h in (HARDWARE, taking))
+    assert taken.gathered == pytest.approx(ratio * alone.gathered)
+
+
 def test_stages_are_balanced_with_embedding_and_head() -> None:
     head = Part(forward=2.0, backward=4.0)
     stages = split(layers(10, exit=head), 4)

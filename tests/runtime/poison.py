@@ -49,15 +49,17 @@ def poisoned(code: Sequence[CodeLine], plan: Plan, arena: Arena) -> list[CodeLin
     done = -1
     for at, call, arguments, into, free in code:
         live = sorted((s.offset, s.end) for s in plan.slots if s.born <= done < s.dies)
-        found.append((at, call, partial(_filled, arena.buffer, live, arguments), into, free))
+        found.append((at, partial(_after_filling, arena.buffer, live, call), arguments, into, free))
         waits = isinstance(call, partial) and call.func in (begin, _wait_into)
         done = done if waits else max(done, at)
     return found
 
 
-def _filled(buffer: Tensor, live: list[tuple[int, int]], arguments: Any, env: Any) -> Any:
+def _after_filling(
+    buffer: Tensor, live: list[tuple[int, int]], call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     start = 0
     for first, last in [*live, (buffer.numel(), buffer.numel())]:
         buffer[start:first].fill_(255)
         start = last
-    return arguments(env)
+    return call(*args, **kwargs)

@@ -212,10 +212,12 @@ def test_what_ranks_of_a_cpu_do_to_each_other(tmp_path: Path) -> None:
     machine = {"kind": "machine", "device": "cpu", "world": 2, "units": 1}
     path = tmp_path / "mine.yaml"
     path.write_text(hardware_text([machine, *cores, *meetings, *ceiling, *elements], []))
-    found = files.read_file(path).tables
-    assert found.contention == Contention(cores=0.7)
-    assert found.meetings.jitter_seconds == pytest.approx(120e-6, rel=1e-3)
-    assert dict(found.elements) == {"gelu": pytest.approx(900e-6 / 2**18, rel=1e-3)}, "neg takes as long as memory does"
+    fitted = files.read_file(path).tables
+    assert fitted.contention == Contention(cores=0.7)
+    assert fitted.meetings.jitter_seconds == pytest.approx(120e-6, rel=1e-3)
+    assert dict(fitted.elements) == {"gelu": pytest.approx(900e-6 / 2**18, rel=1e-3)}, (
+        "neg takes as long as memory does"
+    )
 
 
 def test_ranks_that_do_not_wait_have_no_jitter() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_lines_write_slots_free_them_and_count(monkeypatch: pytest.MonkeyPatch) 
     code: list[Any] = [
         (3, take, CallArguments((Slot(0), [Slot(1), 2.5], "word"), {"out": Slot(1)}), 2, (0,)),
         (4, take, CallArguments((), {"over": {1: Made(lambda env: env[1] * 10), 2: "fixed"}}), ((2, 3), (0, 4)), ()),
-        (4, take, lambda env: ((env[3],), {"more": env[4]}), (), (1, 3)),
+        (4, take, CallArguments((Slot(3),), {"more": Slot(4)}), (), (1, 3)),
         (5, len, CallArguments((ALL_SLOTS,), {}), 1, ()),
     ]
     env: list[Any] = ["zero", 1, None, None, None]
@@ -125,8 +126,6 @@ def test_lines_write_slots_free_them_and_count(monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_but_slots_keeps_an_operand() -> None:
     """An operand that is freed is gone before the next call begins."""
-    import weakref
-
     gone: list[bool] = []
     x = torch.ones(3)
     watched = weakref.ref(x)

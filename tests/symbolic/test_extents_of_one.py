@@ -15,7 +15,7 @@ import shardc
 from shardc import Plan, ShardcError
 from shardc.cost.memory import memory
 from shardc.symbolic.stages import KINDS, StageCosts
-from tests.symbolic.test_hostile_sizes import LAYOUTS, WIDTH, Net, batch
+from tests.symbolic.test_hostile_sizes import LAYOUTS, WIDTH, Net, batch, computes_as_eager
 from tests.symbolic.test_instances import fixed
 
 Body = Callable[[Any, Tensor], Tensor]
@@ -97,14 +97,7 @@ def test_is_eagers(body: Body, start: tuple[int, int]) -> None:
     for rows, length in [(4, 6), (8, 1), (2, 2), (1, 7), (1, 1), (6, 10)]:
         x = batch(rows, length)
         other = program.resized(x)
-        own.zero_grad()
-        loss = own(**x)
-        loss.backward()
-        step = other.simulate()
-        torch.testing.assert_close(step.loss, loss.detach(), rtol=1e-12, atol=1e-12)
-        for name, parameter in own.named_parameters():
-            if parameter.grad is not None:
-                torch.testing.assert_close(step.grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+        computes_as_eager(other, own, x)
         if rows == 1 or length == 1:
             assert fixed(other), (rows, length)
 

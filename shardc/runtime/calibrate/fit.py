@@ -228,8 +228,8 @@ def cores(rows: Iterable[Row]) -> float:
 
 def jitter(rows: Iterable[Row]) -> float:
     """`Meetings.jitter_seconds`: what ranks took longer that met after each piece of work than what both take alone."""
-    found = [max(0.0, row["together_us"] - row["alone_us"]) ** 2 / row["computed_us"] * 1e-6 for row in rows]
-    return round(median(found), 9)
+    each = [max(0.0, row["together_us"] - row["alone_us"]) ** 2 / row["computed_us"] * 1e-6 for row in rows]
+    return round(median(each), 9)
 
 
 def element_seconds(rows: Iterable[Row], memory: Points) -> dict[str, float]:

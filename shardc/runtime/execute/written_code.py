@@ -6,7 +6,7 @@
         env[4] = None
         ...
 
-The monitor's counter says which line failed. A line whose arguments are no template asks them as a function of slots.
+The monitor's counter says which line failed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardc.runtime.execute.call_arguments import CallArguments
 
 Single = int  # the slot of a call's only result
 Many = tuple[tuple[int, int], ...]  # (position among the results, slot)
-CodeLine = tuple[int, Callable[..., Any], Any, Single | Many, tuple[int, ...]]
+CodeLine = tuple[int, Callable[..., Any], CallArguments, Single | Many, tuple[int, ...]]
 WrittenCode = Callable[[list[Any], Any, int], None]
 LINES = 400  # of a function: Python compiles short ones faster
 
@@ -58,11 +58,7 @@ def _write_part(code: Sequence[CodeLine]) -> WrittenCode:
         if index != counter:
             lines.append(f" monitor.counter = base + {index}")
             counter = index
-        if isinstance(arguments, CallArguments):
-            result = f"{bind(call)}({arguments.text(bind)})"
-        else:
-            lines.append(f" args, kwargs = {bind(arguments)}(env)")
-            result = f"{bind(call)}(*args, **kwargs)"
+        result = f"{bind(call)}({arguments.text(bind)})"
         if isinstance(into, int):
             lines.append(f" env[{into}] = {result}")
         elif not into:
@@ -71,8 +67,6 @@ def _write_part(code: Sequence[CodeLine]) -> WrittenCode:
             lines.append(f" results = {result}")
             lines += [f" env[{slot}] = results[{position}]" for position, slot in into]
             lines.append(" results = None")  # it may have results that nothing reads
-        if not isinstance(arguments, CallArguments):
-            lines.append(" args = kwargs = None")
         if free:
             lines.append(f" {' = '.join(f'env[{slot}]' for slot in free)} = None")
     lines.append(" return")
