@@ -48,7 +48,8 @@ COMPUTE = ""  # the name of the stream of all that is no collective
 @dataclass(frozen=True, slots=True)
 class CallCost:
     """What one run of a call takes. A collective's `seconds` are on the `stream` of its group; `before` and `after`
-    are copies on the compute stream, before it begins and after it has been waited for. `launches` are the kernels."""
+    are copies on the compute stream, before it begins and after it has been waited for. `launches` are the kernels,
+    `beside` is how many times as long a product takes beside a collective."""
 
     kind: Kind
     seconds: float
@@ -58,6 +59,7 @@ class CallCost:
     after: float = 0.0
     moved: Collective | None = None
     issuing: float = 0.0  # how long the host takes to begin a collective
+    beside: float = 1.0
 
     @property
     def total(self) -> float:
@@ -206,8 +208,10 @@ class _Costs:
         launches = 1
         if name == "convolution_backward":
             launches = max(1, sum(arguments["output_mask"]))
-        seconds = launches * self.hardware.product_seconds(batch, rows, columns, depth, dtype)
-        return CallCost("product", seconds, launches)
+        seconds = self.hardware.product_seconds(batch, rows, columns, depth, dtype)
+        contended = self.hardware.product_seconds(batch, rows, columns, depth, dtype, contended=True)
+        beside = contended / seconds if seconds else 1.0
+        return CallCost("product", launches * seconds, launches, beside=beside)
 
     def _attention(self, node: fx.Node, name: str) -> CallCost:
         backward = "bwd" in name
