@@ -5,8 +5,8 @@
 
 A call runs in every microbatch if an `accumulate` hangs on it, or one of the outputs that each microbatch has of its
 own: the model's outputs, and its buffers, which the next microbatch starts from. Of these, what makes fewer bytes of
-weights alone, as a cast to half precision does, runs once, before the first microbatch, and all microbatches read it.
-All else runs once, at the end.
+weights alone, as a cast to half precision does, runs once, before the first microbatch, and all microbatches read it;
+so does the bucket that such casts are packed into. All else runs once, at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Role, info, operands, producer, results
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.collectives import COLLECTIVES
 
 SHARE = "loss:share"  # the input that a microbatch's loss is multiplied by, where the step's counts by tokens
@@ -54,7 +55,8 @@ def before_microbatches(graph: Graph) -> set[fx.Node]:
 
 
 def narrowed_weights(graph: Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The calls among some nodes that make fewer bytes of parameters alone; neither outputs nor collectives."""
+    """The calls among some nodes that make fewer bytes of parameters alone, and the buckets of such results; neither
+    outputs nor collectives."""
     ports = zip(graph.inputs, graph.placeholders, strict=True)
     weights = {node for port, node in ports if port.role == "param"}
     among, returned = set(nodes), {producer(value)[0] for value in graph.output_values}
@@ -65,7 +67,8 @@ def narrowed_weights(graph: Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         read = dict.fromkeys(operands(call))
         if read and all(value in weights for value in read):
             made = [value for value in results(call) if value is not None]
-            if _bytes(graph, made) < _bytes(graph, read):
+            packs = call.target is PACK and any(producer(value)[0] in narrowed for value in read)
+            if packs or _bytes(graph, made) < _bytes(graph, read):
                 narrowed.add(call)
                 weights.update(made)
     return narrowed
