@@ -953,6 +953,21 @@ def reduce_scatter_single(out: Tensor, x: Tensor, op: Any, group: Any, *, async_
     return scatter(out, x, op=op, group=group, async_op=async_op)
 
 
+def all_gather_pieces(outs: Sequence[Tensor], xs: Sequence[Tensor], group: Any) -> Any:
+    """All-gathers of flat pieces, which the group begins together; NCCL runs them as one kernel. Gives torch's handle,
+    which waits for all."""
+    return group.allgather_into_tensor_coalesced(list(outs), list(xs))
+
+
+def reduce_scatter_pieces(outs: Sequence[Tensor], xs: Sequence[Tensor], op: Any, group: Any) -> Any:
+    """The same of reduce-scatters."""
+    import torch.distributed as dist
+
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    return group.reduce_scatter_tensor_coalesced(list(outs), list(xs), options)
+
+
 def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Copy each tensor over another, in as few kernels as torch has for it."""
     if into:

@@ -73,9 +73,10 @@ class Timed:
 
 @dataclass(frozen=True)
 class Steps:
-    """A graph's actions in order, the first `repeated` of which run once a microbatch."""
+    """A graph's actions in order: those `before` several microbatches, `repeated` ones of each, those `once` a step."""
 
     calls: Sequence[fx.Node]
+    before: Sequence[Action]
     repeated: Sequence[Action]
     once: Sequence[Action]
     added: Mapping[fx.Node, int]  # call -> bytes that are added to sums after it
@@ -91,8 +92,9 @@ def steps_of(graph: Graph) -> Steps:
             added[call.node] = size
     nodes = [call.node for call in listed.calls]
     many = graph.microbatches > 1
-    repeated = [a for a in actions if many and a.at < listed.repeated]
-    return Steps(nodes, repeated, [a for a in actions if not (many and a.at < listed.repeated)], added)
+    first, last = (listed.repeated.start, listed.repeated.stop) if many else (0, 0)
+    before, repeated = ([a for a in actions if a.at in section] for section in (range(first), range(first, last)))
+    return Steps(nodes, before, repeated, [a for a in actions if a.at >= last], added)
 
 
 def run(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware, products: float = 1.0) -> Timed:
@@ -100,6 +102,7 @@ def run(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware, pro
     times as long as their costs say."""
     streams = _Streams(costs, hardware, products)
     steps = steps_of(graph)
+    streams.do(steps, steps.before, -1)
     for microbatch in range(graph.microbatches if steps.repeated else 0):
         streams.do(steps, steps.repeated, microbatch)
     streams.do(steps, steps.once, -1)

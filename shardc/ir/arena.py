@@ -30,7 +30,7 @@ from shardc.ir.buckets import layout_of, pieces, with_buckets
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, results
 from shardc.ir.in_place import writes
-from shardc.ir.microbatch import calls_as_run
+from shardc.ir.microbatch import before_microbatches, calls_as_run, in_microbatch
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.schema import schema_of
 from shardc.ir.storages import Storage, storages, yields
@@ -96,6 +96,8 @@ def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage
     members = pieces(body)
     excluded = {write.value for write in writes(body, of)} | set(members)
     until = _read_until(body, calls, of)
+    early, repeated = before_microbatches(body), in_microbatch(body)
+    last_microbatch = max((index for index, call in enumerate(calls) if call in repeated), default=0)
     first: dict[fx.Node, int] = {}  # flat tensor -> where its first member is made
     slots: list[Slot] = []
     for index, call in enumerate(calls):
@@ -109,6 +111,8 @@ def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage
             values = []
         for value in values:
             born, dies, size = first.get(value, index), until.get(value, index), of[value].bytes
+            if dies is not None and call in early:  # each microbatch may read it
+                dies = max(dies, last_microbatch)
             if dies is not None and value not in excluded and of[value].value is value and 0 < size <= LARGEST:
                 slots.append(Slot(value, born, dies, _rounded(size, ALIGNMENT if size < LINE else LINE)))
     return sorted(slots, key=lambda slot: slot.born)

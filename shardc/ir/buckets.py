@@ -26,6 +26,7 @@ from kernels_triton.base.buckets import starts
 from kernels_triton.base.inplace import INTO, Into
 from shardc.ir.graph import Graph, op_name, operands, producer, type_of
 from shardc.ir.in_place import POINTWISE, out_variant
+from shardc.ir.microbatch import before_microbatches
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, unpack
 from shardc.ir.ops.collectives import all_reduce
@@ -72,12 +73,15 @@ def layout_of(body: Graph, pack: fx.Node) -> Layout | None:
 def pieces(body: Graph) -> dict[fx.Node, Piece]:
     """The members that are allocated in their buckets."""
     piece_of: dict[fx.Node, Piece] = {}
+    early = before_microbatches(body)
     for pack in body.calls_of(PACK):
         if (layout := layout_of(body, pack)) is None:
             continue
         members = operands(pack)
         for index, (value, lead) in enumerate(zip(members, given(pack)["leads"], strict=True)):
             call = producer(value)[0]
+            if (call in early) != (pack in early):  # each microbatch has a flat tensor of its own
+                continue
             if lead == 1 and value.op != "placeholder" and len(value.users) == 1 and members.count(value) == 1:
                 if call.target in INTO:
                     if INTO[call.target].anywhere:

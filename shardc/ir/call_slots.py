@@ -2,8 +2,9 @@
 
     %y = linear(%x, %w)      reads slots 0 and 1, fills slot 2, and frees 0: nothing reads %x after it
 
-Calls of single microbatches come first, those of the whole step after them. A `getitem` is part of the call whose
-result it picks. A slot is freed after the last call that reads it or fills it.
+Calls of single microbatches come after what is made for all of them, and before those of the whole step. A `getitem`
+is part of the call whose result it picks. A slot is freed after the last call that reads it or fills it; of what all
+microbatches read, after the first call behind them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import cast
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands
-from shardc.ir.microbatch import calls_as_run, in_microbatch
+from shardc.ir.microbatch import before_microbatches, calls_as_run, in_microbatch
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class CallSlots:
 
 @dataclass(frozen=True)
 class SlottedCalls:
-    """The calls of a graph, the slot of each value, and how many of the calls run once a microbatch."""
+    """The calls of a graph, the slot of each value, and which of the calls run once a microbatch."""
 
     calls: tuple[CallSlots, ...]
     slots: dict[fx.Node, int]
-    repeated: int
+    repeated: range
 
 
 def slotted_calls(graph: Graph) -> SlottedCalls:
@@ -43,8 +44,9 @@ def slotted_calls(graph: Graph) -> SlottedCalls:
     placeholders = graph.placeholders
     for node in placeholders:
         slots[node] = len(slots)
-    microbatch_nodes = in_microbatch(graph)
+    microbatch_nodes, early = in_microbatch(graph), before_microbatches(graph)
     nodes = calls_as_run(graph)
+    repeated = range(len(early), len(early) + sum(1 for node in nodes if node in microbatch_nodes))
     yields = [_yields(node) for node in nodes]
     for results in yields:
         for value, _ in results:
@@ -55,6 +57,10 @@ def slotted_calls(graph: Graph) -> SlottedCalls:
     for index, node in enumerate(nodes):
         for slot in [*(slots[v] for v in operands(node)), *(slots[v] for v, _ in yields[index])]:
             last_use[slot] = max(last_use.get(slot, 0), index)
+    made_early = {slots[value] for results in yields[: repeated.start] for value, _ in results}
+    for slot in made_early:
+        if last_use[slot] >= repeated.start:
+            last_use[slot] = max(last_use[slot], repeated.stop)
     freed_after: dict[int, list[int]] = {}
     for slot, index in last_use.items():
         freed_after.setdefault(index, []).append(slot)
@@ -67,7 +73,7 @@ def slotted_calls(graph: Graph) -> SlottedCalls:
         )
         for index, (node, results) in enumerate(zip(nodes, yields, strict=True))
     )
-    return SlottedCalls(calls, slots, sum(1 for node in nodes if node in microbatch_nodes))
+    return SlottedCalls(calls, slots, repeated)
 
 
 def _yields(node: fx.Node) -> list[tuple[fx.Node, int | None]]:

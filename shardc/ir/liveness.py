@@ -15,7 +15,7 @@ from shardc.ir.buckets import pieces
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, Phase, Port, Role, info, op_name
 from shardc.ir.in_place import writes
-from shardc.ir.microbatch import GIVEN, MADE
+from shardc.ir.microbatch import GIVEN, MADE, before_microbatches
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.local import axis_offset
@@ -50,13 +50,16 @@ def lives(
     """The storages of inputs; and those that calls make, in order of birth.
 
     Of several microbatches it is the last: what all are fed is there, the sums so far, the outputs of those before, and
-    the buffers that it starts from. With `times`, lives are counted in actions of a rank, which begins collectives
-    early and makes offsets once and for all; else in calls.
+    the buffers that it starts from; what is made before them is made before these. With `times`, lives are counted in
+    actions of a rank, which begins collectives early and makes offsets once and for all; else in calls.
     """
     end = len(calls) if times is None else times.end
     over = {write.value: write for write in writes(body, of)}
     bucket_pieces = pieces(body)  # in the flat tensor of a bucket
     several = body.microbatches > 1
+    early, begin = before_microbatches(body), 0  # of the last microbatch
+    if early:
+        begin = len(early) if times is None else times.begun[len(early)]
     input_storages: list[tuple[Port, Storage]] = []
     for port, node in zip(body.inputs, body.placeholders, strict=True):
         copies = body.microbatches if port.role in GIVEN else 1
@@ -88,8 +91,16 @@ def lives(
                 moved = moved or in_bucket
                 now = index if times is None else times.arrived[index]
                 forever = times is not None and target is axis_offset
-                born = 0 if forever or (several and target is ACCUMULATE) else now
+                born = 0 if forever else begin if several and target is ACCUMULATE else now
                 life_of[storage] = Life(storage, born, end if forever else now, phase, phase, of_weights, moved)
+    if early:
+        behind = next((i for i, call in enumerate(calls) if call not in early and call not in microbatch_nodes), None)
+        until = end if behind is None else behind if times is None else times.begun[behind]
+        for call in early:
+            for value, _ in yields(call):
+                life = life_of.get(of[value])
+                if life is not None and any(user in microbatch_nodes for user in value.users):
+                    life.dies = max(life.dies, until)  # each microbatch reads it
     for port, value in zip(body.outputs, body.output_values, strict=True):
         life = life_of.get(of[value])
         if life is not None and value in over:  # copied as soon as it is made; what reads it reads the copy
@@ -98,5 +109,5 @@ def lives(
             life.dies, life.returned = end, life.returned or port.role
             if several and port.role in MADE and value in microbatch_nodes:
                 earlier_bytes = of[value].bytes * (body.microbatches - 1 if port.role == "output" else 1)
-                earlier.append(replace(life, storage=replace(of[value], bytes=earlier_bytes), born=0))
+                earlier.append(replace(life, storage=replace(of[value], bytes=earlier_bytes), born=begin))
     return input_storages, [*earlier, *sorted(life_of.values(), key=lambda life: life.born)]

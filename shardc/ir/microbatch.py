@@ -1,10 +1,12 @@
 """What of a graph runs once a microbatch, and what once a step: read off the graph, by reachability.
 
-    forward, backward  ->  accumulate  ->  reduction, clipping, update
-    once a microbatch                      once a step
+    casts of weights  ->  forward, backward  ->  accumulate  ->  reduction, clipping, update
+    once a step           once a microbatch                      once a step
 
 A call runs in every microbatch if an `accumulate` hangs on it, or one of the outputs that each microbatch has of its
-own: the model's outputs, and its buffers, which the next microbatch starts from. All else runs once, at the end.
+own: the model's outputs, and its buffers, which the next microbatch starts from. Of these, what makes fewer bytes of
+weights alone, as a cast to half precision does, runs once, before the first microbatch, and all microbatches read it;
+so does the bucket that such casts are packed into. All else runs once, at the end.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from collections.abc import Callable, Iterable
 from torch import fx
 
 from shardc.ir.diagnostic import error
-from shardc.ir.graph import Graph, Role, info
+from shardc.ir.graph import Graph, Role, info, operands, producer, results
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.buckets import PACK
+from shardc.ir.ops.collectives import COLLECTIVES
 
 SHARE = "loss:share"  # the input that a microbatch's loss is multiplied by, where the step's counts by tokens
 MOST = 2**16  # microbatches of a step
@@ -41,6 +45,40 @@ def fewest_microbatches(rows: int, most: int) -> int:
 
 def in_microbatch(graph: Graph) -> set[fx.Node]:
     """The nodes that run once a microbatch, inputs included; of a graph of one microbatch, all."""
+    needed = _for_microbatches(graph)
+    return needed if graph.microbatches == 1 else needed - narrowed_weights(graph, needed)
+
+
+def before_microbatches(graph: Graph) -> set[fx.Node]:
+    """The calls that run once a step, before the first of several microbatches."""
+    return set() if graph.microbatches == 1 else narrowed_weights(graph, _for_microbatches(graph))
+
+
+def narrowed_weights(graph: Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The calls among some nodes that make fewer bytes of parameters alone, and the buckets of such results; neither
+    outputs nor collectives."""
+    ports = zip(graph.inputs, graph.placeholders, strict=True)
+    weights = {node for port, node in ports if port.role == "param"}
+    among, returned = set(nodes), {producer(value)[0] for value in graph.output_values}
+    narrowed: set[fx.Node] = set()
+    for call in graph.calls():
+        if call not in among or call in returned or call.target is ACCUMULATE or call.target in COLLECTIVES:
+            continue
+        read = dict.fromkeys(operands(call))
+        if read and all(value in weights for value in read):
+            made = [value for value in results(call) if value is not None]
+            packs = call.target is PACK and any(producer(value)[0] in narrowed for value in read)
+            if packs or _bytes(graph, made) < _bytes(graph, read):
+                narrowed.add(call)
+                weights.update(made)
+    return narrowed
+
+
+def _bytes(graph: Graph, values: Iterable[fx.Node]) -> int:
+    return sum(type.local_bytes(graph.mesh) for value in values if (type := info(value).type) is not None)
+
+
+def _for_microbatches(graph: Graph) -> set[fx.Node]:
     if graph.microbatches == 1:
         return {node for node in graph.fx.nodes if node.op != "output"}
     sums = [node for node in graph.calls() if node.target is ACCUMULATE]
@@ -51,11 +89,12 @@ def in_microbatch(graph: Graph) -> set[fx.Node]:
 
 
 def calls_as_run(graph: Graph) -> list[fx.Node]:
-    """The calls that run once a microbatch, and then those that run once a step."""
+    """The calls in the order in which they run: before the microbatches, once a microbatch, and after all of them."""
     if graph.microbatches == 1:
         return list(graph.calls())
-    microbatch_nodes = in_microbatch(graph)
-    return sorted(graph.calls(), key=lambda node: node not in microbatch_nodes)
+    needed = _for_microbatches(graph)
+    early = narrowed_weights(graph, needed)
+    return sorted(graph.calls(), key=lambda node: 0 if node in early else 1 if node in needed else 2)
 
 
 def crossing(graph: Graph) -> list[str]:

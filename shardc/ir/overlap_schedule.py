@@ -101,9 +101,10 @@ def schedule_overlap(calls: Sequence[CallSlots], first: int, last: int) -> list[
 
 
 def schedule_of(listed: SlottedCalls) -> list[Action]:
-    """The actions of a whole graph: those of a microbatch, and those of the step."""
-    calls = listed.calls
-    return [*schedule_overlap(calls, 0, listed.repeated), *schedule_overlap(calls, listed.repeated, len(calls))]
+    """The actions of a whole graph: those before its microbatches, those of one, and those of the step."""
+    calls, (first, last) = listed.calls, (listed.repeated.start, listed.repeated.stop)
+    sections = ((0, first), (first, last), (last, len(calls)))
+    return [action for begin, end in sections for action in schedule_overlap(calls, begin, end)]
 
 
 def sums_gradients(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Hoists gathers of stored parameters out of the microbatches: one gather serves many microbatches.
+"""Hoists gathers and casts of stored parameters out of the microbatches: one serves many microbatches.
 
     %w.all_gather = all_gather(%w, dp)              forward0  reads %w.cast
     %w.cast = _to_copy(%w.all_gather, bf16)         backward0 reads %w.cast, and %b.all_gather
@@ -7,11 +7,11 @@
     params0     %w -> %w.cast                       read by forward and backward
     params0.b   %b -> %b.all_gather                 by backward alone; `params0.f` by forward alone
 
-Hoisted are collectives that read weights and no batch values, all calls that they depend on, and calls on their results
-that need no more memory than their operands. Backward's gathers, and the calls on them, are merged with equal ones of
-forward; the instruction list decides whether a parameter is regathered in between. Where the body keeps forward's
-gathered value for backward (storage's `regather: false`, and casts of master copies under ZeRO-1 and 2), it is never
-regathered: these are `params0.kept`.
+Hoisted are collectives that read weights and no batch values, calls that make fewer bytes of weights alone, all calls
+that these depend on, and calls on their results that need no more memory than their operands. Backward's gathers, and
+the calls on them, are merged with equal ones of forward; the instruction list decides whether a parameter is regathered
+in between. Where the body keeps forward's gathered value for backward (storage's `regather: false`, and casts of master
+copies under ZeRO-1 and 2), it is never regathered, and what is only cast is never cast again: these are `params0.kept`.
 
 Profit and cost: gathered within the parts, a parameter would be sent once a microbatch in each direction, and held
 layer by layer. Hoisted, it is sent once a visit of the stage, but all parameters of the stage are held together. Stages
@@ -27,6 +27,7 @@ import networkx as nx
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, producer, type_of
+from shardc.ir.microbatch import narrowed_weights
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.partition.step_analysis import StepAnalysis, result_values
 
@@ -41,11 +42,15 @@ class GatherGroup(NamedTuple):
 def hoisted_calls(analysis: StepAnalysis) -> set[fx.Node]:
     """The calls of a body that are hoisted."""
     replicable, sources = analysis.replicable, analysis.weight_sources
-    hoisted: set[fx.Node] = set()
+    narrowed, hoisted = narrowed_weights(analysis.body, replicable), set[fx.Node]()
     for call in reversed(analysis.calls):
         if call in replicable:
             communicates = call.target in COLLECTIVES and any(sources[v] for v in operands(call))
-            if communicates or any(user in hoisted for v in result_values(call) for user in v.users):
+            if (
+                communicates
+                or call in narrowed
+                or any(user in hoisted for v in result_values(call) for user in v.users)
+            ):
                 hoisted.add(call)
     size = analysis.bytes_of
     for call in analysis.calls:
@@ -102,7 +107,7 @@ def group_gathers(
     groups: dict[str, GatherGroup] = {}
     for component in nx.connected_components(needed):
         phases = {phase for call in component for phase in read[call]}
-        is_kept = bool(component & kept)
+        is_kept = bool(component & kept) or not any(call.target in COLLECTIVES for call in component)
         ending = ".kept" if is_kept else "" if len(phases) == 2 else f".{phases.pop()}"
         groups.setdefault(name + ending, GatherGroup([], is_kept)).calls.extend(component)
     return dict(sorted(groups.items()))

@@ -54,7 +54,7 @@ class Alone:
 def measured(body: Graph) -> list[int]:
     """Bytes of the distinct storages that rank 0 holds besides its inputs, while each call runs.
 
-    Of several microbatches, in the second: the sums that the first began are there.
+    Of several microbatches, in the second: the sums that the first began are there, and what is made before both.
     """
     listing = list_calls(body, Numerics())
     over = {write.value: write for write in writes(body)}
@@ -66,10 +66,12 @@ def measured(body: Graph) -> list[int]:
     held = {value.untyped_storage().data_ptr() for value in inputs}
     found: list[int] = []
     with running(rank_context(body.mesh, 0, Alone(body.mesh))):
-        first = listing.instructions[: listing.repeated] if body.microbatches > 1 else ()
+        start = listing.repeated.start
+        first = listing.instructions[start : listing.repeated.stop] if body.microbatches > 1 else ()
         kept: list[Any] = []
-        for at, instruction in enumerate((*first, *listing.instructions)):
-            if at == len(first) and first:
+        order = (*listing.instructions[:start], *first, *listing.instructions[start:])
+        for at, instruction in enumerate(order):
+            if at == start + len(first) and first:
                 kept = [env[listing.outputs[i]] for i in listing.stacked]
                 carried = [(into, env[slot]) for slot, into in listing.buffer_slots]
                 for into, value in carried:
@@ -89,7 +91,7 @@ def measured(body: Graph) -> list[int]:
             for value, _, slot in instruction.yields:
                 if value in over:
                     env[slot] = inputs[places[over[value].over]]
-    return found[len(first) :]
+    return found[:start] + found[start + len(first) :]
 
 
 def compiled(plan: str, storage: dict[str, Any] | None = None, **arguments: int) -> shardc.Program:

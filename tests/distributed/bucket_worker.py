@@ -24,6 +24,25 @@ CASES: dict[str, dict[str, Any]] = {
     "zero-1": {"optimizer": True, "storage": {"zero": 1, "axes": ["dp"]}},
     "zero-2 bf16": {"optimizer": True, "storage": {"zero": 2, "axes": ["dp"]}, "precision": "bf16"},
     "accumulate clip": {"optimizer": True, "accumulate": 2, "clip_grad_norm": 0.1},
+    "zero-2 bf16 accumulate": {
+        "optimizer": True,
+        "storage": {"zero": 2, "axes": ["dp"]},
+        "precision": "bf16",
+        "accumulate": 2,
+    },
+    "zero-3 bf16 accumulate recompute": {
+        "optimizer": True,
+        "storage": {"zero": 3, "axes": ["dp"]},
+        "precision": "bf16",
+        "accumulate": 2,
+        "recompute": "full",
+    },
+    "zero-3 fp16 accumulate": {
+        "optimizer": True,
+        "storage": {"zero": 3, "axes": ["dp"]},
+        "precision": "fp16",
+        "accumulate": 2,
+    },
     "fuse": {"optimizer": True, "fuse": True, "clip_grad_norm": 0.1},
     "zero-3 bf16 fuse recompute": {
         "optimizer": True,

@@ -19,6 +19,7 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.group_axes import axes_used
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops import collectives as collective_ops
 from shardc.ir.types import TensorType
 from shardc.partition.staged_program import one_stage
 from shardc.runtime.execute.body_code import BodyCode
@@ -57,10 +58,11 @@ def cases() -> dict[str, tuple[Graph, tuple[int, ...]]]:
 
 
 def collectives() -> dict[str, object]:
-    """Each collective over gloo gives each rank what the simulator gives it, padding included."""
+    """Each collective over gloo gives each rank what the simulator gives it, padding included; in pieces too."""
     dist.init_process_group("gloo")
     checked = 0
-    for name, (graph, shape) in cases().items():
+    pieces_or_copies = [(least, *case) for least in (collective_ops.LEAST_PIECE, 0) for case in cases().items()]
+    for collective_ops.LEAST_PIECE, name, (graph, shape) in pieces_or_copies:
         mesh = graph.mesh
         comm = ProcessGroupCommunicator(mesh, RANK, axes_used(graph), timedelta(seconds=60))
         executor = BodyCode(graph, rank_context(mesh, RANK, comm), RANK, torch.device("cpu"))

@@ -65,6 +65,16 @@ MOVES = {
     ),
     "gather an atom": (TP, "f64[(3 5@tp 2)]", [("all_gather", (["tp"], [3, 3, 2], 1, 5, [30]), "f64[(3 5 2)]")]),
     "gather two axes at once": (AB, "f64[8@a.b]", [("all_gather", (["a", "b"], [2], 0, 8, [8]), "f64[8]")]),
+    "gather the inner dim, minor first": (
+        AB,
+        "f64[3, 8@b.a]",
+        [("all_gather", (["b", "a"], [3, 2], 1, 8, [3, 8]), "f64[3, 8]")],
+    ),
+    "gather behind two dims": (
+        TP,
+        "f64[2, 3, 4@tp, 5]",
+        [("all_gather", (["tp"], [2, 3, 2, 5], 2, 4, [2, 3, 4, 5]), "f64[2, 3, 4, 5]")],
+    ),
     "gather two axes, minor first": (AB, "f64[8@b.a]", [("all_gather", (["b", "a"], [2], 0, 8, [8]), "f64[8]")]),
     "uneven over two axes, gathered back": (  # DTensor returns wrong values here, without an exception
         AB,

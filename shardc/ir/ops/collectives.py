@@ -4,6 +4,9 @@
     chunks = yield Exchange("all_gather", atoms, axes)  the ranks of a group meet
     return chunks.movedim(0, pos).flatten(pos, pos + 1) after: chunks are put where they belong
 
+Where few large pieces lie before the dim that is gathered or scattered, as the sequences of a batch do, each piece is
+sent on its own (`Exchange.pos`): it lies in one piece already, and nothing is copied on either side.
+
 `yield` hands the exchange to whoever runs the rank: a communicator over real processes, or the simulator, which holds
 every rank's generator at once. Before it a collective reads its operand and the mesh alone, after it what it received
 alone: never its coordinate. Tensors arrive as local dims; `atoms` lists the local sizes of all flat atoms of x.
@@ -11,6 +14,7 @@ alone: never its coordinate. Tensors arrive as local dims; `atoms` lists the loc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +33,8 @@ ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all
 
 
 NO_ROWS = Sizes((), ())
+MOST_PIECES = 32  # of a collective, which a group begins together
+LEAST_PIECE = 2**18  # bytes that a rank has of one; smaller ones are copied
 
 
 @dataclass(slots=True)
@@ -44,6 +50,9 @@ class Exchange:
     source: tuple[int, ...] = ()  # of permute
     sizes: Sizes = NO_ROWS  # of all_to_all_uneven
     spent: bool = False  # x is read by nobody else: an all_reduce may write its result over it
+    pos: int = (
+        0  # where the group's dim lies in memory, of all_gather what arrives, of reduce_scatter x; before, pieces
+    )
     late: bool = False  # nothing reads the result before the step ends: it need not hold up other exchanges
 
     def through(self, comm: Communicator) -> torch.Tensor:
@@ -69,7 +78,7 @@ def landing(exchange: Exchange, members: int) -> torch.Tensor:
         case "all_reduce":
             return x if exchange.spent else x.clone(memory_format=torch.contiguous_format)
         case "all_gather":
-            return x.new_empty((members, *x.shape))
+            return x.new_empty((*x.shape[: exchange.pos], members, *x.shape[exchange.pos :])).movedim(exchange.pos, 0)
         case "reduce_scatter":
             return x.new_empty(x.shape[1:])
         case "all_to_all" | "permute":
@@ -107,7 +116,9 @@ def late(steps: Callable[..., Steps], *args: Any) -> Steps:
 
 
 def _all_gather(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, size: int, shape: list[int]) -> Steps:
-    chunks = yield Exchange("all_gather", _whole(x.reshape(atoms)), tuple(axes))
+    chunk = _whole(x.reshape(atoms))
+    full = atoms[pos] * current().mesh.size(axes) == size
+    chunks = yield Exchange("all_gather", chunk, tuple(axes), pos=_sent_at(chunk, pos) if full else 0)
     return _joined(chunks, pos, size, shape)
 
 
@@ -198,8 +209,16 @@ def _reduce_scatter(
     """`counts`, `units` and `reverse` are those of an atom of blocks, each of which is cut."""
     whole = x.reshape(atoms)
     cut = _cut_blocks(whole, pos, axes, told_blocks(counts, units, reverse)) if counts else _cut(whole, pos, axes)
-    row = yield Exchange("reduce_scatter", _whole(cut), tuple(axes), op)
+    at = _sent_at(cut[0], pos) if cut.movedim(0, pos).is_contiguous() else 0
+    row = yield Exchange("reduce_scatter", cut if at else _whole(cut), tuple(axes), op, pos=at)
     return row.view(shape)
+
+
+def _sent_at(chunk: torch.Tensor, pos: int) -> int:
+    """Where the group's dim lies in memory, for a member's chunk of dim `pos`: there if pieces are few and large."""
+    count = math.prod(chunk.shape[:pos])
+    fits = 1 < count <= MOST_PIECES and chunk.numel() * chunk.element_size() >= count * LEAST_PIECE
+    return pos if fits else 0
 
 
 def _all_to_all(

@@ -38,7 +38,7 @@ from shardc.ir.collectives import KINDS, CollectiveKind
 from shardc.ir.graph import Graph, Phase, info, op_name, set_info, type_of
 from shardc.ir.hardware import DEFAULT
 from shardc.ir.layers import layer_or_module
-from shardc.ir.microbatch import in_microbatch
+from shardc.ir.microbatch import before_microbatches, in_microbatch
 from shardc.ir.ops.attention_keys import MERGE_LSE, MERGE_PARTS
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed
 from shardc.ir.ops.collectives import gather_blocks
@@ -121,7 +121,8 @@ class _Buckets:
     def __init__(self, graph: Graph, size: int) -> None:
         self.graph, self.size = graph, size
         self.inside = in_microbatch(graph)
-        for node in [n for n in graph.fx.nodes if n.op == "call_function" and n not in self.inside]:
+        after = {n for n in graph.fx.nodes if n.op == "call_function"} - self.inside - before_microbatches(graph)
+        for node in [n for n in graph.fx.nodes if n in after]:
             graph.output_node.prepend(node)  # in the order that they run in
         self.calls = list(graph.calls())
         self.position = {node: i for i, node in enumerate(self.calls)}

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, results, type_of
+from shardc.ir.microbatch import before_microbatches
 from shardc.ir.schema import schema_of
 
 
@@ -44,9 +45,11 @@ def owners(graph: Graph) -> dict[fx.Node, fx.Node]:
 
 
 def kept_anyway(graph: Graph, owner: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Storages that no choice of ours frees: inputs, what the optimizer reads (gradients), what outputs hold."""
+    """Storages that no choice of ours frees: inputs, what the optimizer reads (gradients), what outputs hold, and casts
+    of weights that all microbatches read."""
     updates = (v for call in graph.calls() if info(call).phase == "opt" for v in operands(call))
-    return {*graph.placeholders, *(owner[v] for v in (*graph.output_values, *updates))}
+    early = (v for call in before_microbatches(graph) for v in results(call) if v is not None)
+    return {*graph.placeholders, *(owner[v] for v in (*graph.output_values, *updates, *early))}
 
 
 def activation_bytes(graph: Graph, owner: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:

@@ -1,7 +1,7 @@
 """A rank's body as prepared code, which runs microbatch by microbatch: what `RunBody` does every step.
 
-The first microbatch initializes the sums, and later ones add to them in place. Calls that depend on the sums run once a
-step. `prepared_code` prepares the calls.
+What all microbatches read alike is made before them. The first microbatch initializes the sums, and later ones add to
+them in place. Calls that depend on the sums run once a step. `prepared_code` prepares the calls.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ class BodyCode:
         self.body, self.context, self.arena = body, context, arena
         self.routine = routine = Routine(body, context, rank, device, arena)
         self.listing = listing = routine.listing
-        self._first_microbatch = routine.code(0, listing.repeated)  # of the first microbatch,
-        self._later_microbatches: list[CodeLine] = []  # of any other: it adds to the first's sums, which are copies,
-        self._once_per_step = routine.code(listing.repeated)  # and what runs once a step
+        repeated = listing.repeated
+        self._before = routine.code(0, repeated.start)  # what runs before the microbatches,
+        self._first_microbatch = routine.code(repeated.start, repeated.stop)  # in the first of them,
+        self._later_microbatches: list[CodeLine] = []  # in any other: it adds to the first's sums, which are copies,
+        self._once_per_step = routine.code(repeated.stop)  # and once, after all of them
         for index, *rest in self._first_microbatch:
             instruction = listing.instructions[index]
             if instruction.node.target is ACCUMULATE:
@@ -76,6 +78,8 @@ class BodyCode:
                     env[slot] = state[port.name]
             for into, value in buffer_values:
                 env[into] = value
+            if self._before and not k:
+                run(self._before, env, monitor, base)
             run(self._first_microbatch if k == 0 else self._later_microbatches, env, monitor, base)
             for i, stack in stacks.items():
                 stack.append(env[listing.outputs[i]])

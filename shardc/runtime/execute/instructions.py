@@ -85,9 +85,9 @@ class CallInstruction(CallSlots):
 class Listing:
     """The instructions of a graph in order, and the slots of its inputs and outputs.
 
-    The first `repeated` of them run once a microbatch, the rest once a step. `buffer_slots` pairs the slot of a new
-    buffer with the input slot that gets it for the next microbatch. `stacked` lists the outputs (by index) that each
-    microbatch has of its own.
+    Those of `repeated` run once a microbatch, those before and behind them once a step. `buffer_slots` pairs the slot
+    of a new buffer with the input slot that gets it for the next microbatch. `stacked` lists the outputs (by index)
+    that each microbatch has of its own.
     """
 
     graph: Graph
@@ -95,7 +95,7 @@ class Listing:
     inputs: tuple[int, ...]
     instructions: tuple[CallInstruction, ...]
     outputs: tuple[int, ...]
-    repeated: int
+    repeated: range
     buffer_slots: tuple[tuple[int, int], ...]
     stacked: tuple[int, ...]
 

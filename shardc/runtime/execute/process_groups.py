@@ -7,6 +7,7 @@ all-reduce whose operand is not read again (`spent`) works in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,12 @@ import torch.distributed as dist
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import Exchange, landing
 from shardc.ir.ops.context import Sizes
-from shardc.torch_compat import all_gather_single, reduce_scatter_single
+from shardc.torch_compat import (
+    all_gather_pieces,
+    all_gather_single,
+    reduce_scatter_pieces,
+    reduce_scatter_single,
+)
 
 PendingResult = Callable[[], torch.Tensor]
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -117,15 +123,23 @@ class ProcessGroupCommunicator:
         if members.count == 1:
             return lambda: x.unsqueeze(0).clone(memory_format=torch.contiguous_format)
         rows, row = landing(exchange, members.count), x.contiguous().view(-1)
-        work = all_gather_single(rows.view(-1), row, members.group, async_op=True)
+        if exchange.pos:
+            arriving = _pieces(rows.movedim(0, exchange.pos), exchange.pos)
+            work = all_gather_pieces(arriving, _pieces(row.view(x.shape), exchange.pos), members.group)
+        else:
+            work = all_gather_single(rows.view(-1), row, members.group, async_op=True)
         return _pending_result(work, lambda: members.to_ours(rows), row)
 
     def _reduce_scatter(self, exchange: Exchange, members: _Members) -> PendingResult:
         x = exchange.x
         if members.count == 1:
             return lambda: x[0].clone(memory_format=torch.contiguous_format)
-        row, rows = landing(exchange, members.count), members.to_theirs(x).contiguous().view(-1)
-        work = reduce_scatter_single(row.view(-1), rows, REDUCE_OPS[exchange.op], members.group, async_op=True)
+        row, op = landing(exchange, members.count), REDUCE_OPS[exchange.op]
+        rows = members.to_theirs(x).movedim(0, exchange.pos).contiguous()
+        if exchange.pos:
+            work = reduce_scatter_pieces(_pieces(row, exchange.pos), _pieces(rows, exchange.pos), op, members.group)
+        else:
+            work = reduce_scatter_single(row.view(-1), rows.view(-1), op, members.group, async_op=True)
         return _pending_result(work, lambda: row, rows)
 
     def _all_to_all(self, exchange: Exchange, members: _Members) -> PendingResult:
@@ -178,6 +192,11 @@ class ProcessGroupCommunicator:
             other = self._late.get(tuple(sorted(ranks))) if late else None
             members = self._members[key] = _Members(ranks, self.group(ranks) if other is None else other)
         return members
+
+
+def _pieces(x: torch.Tensor, dims: int) -> list[torch.Tensor]:
+    """What lies behind the first dims of a contiguous tensor, as flat pieces."""
+    return list(x.view(math.prod(x.shape[:dims]), -1).unbind(0))
 
 
 def _pending_result(work: Any, result: PendingResult, *operands: torch.Tensor) -> PendingResult:

@@ -167,10 +167,12 @@ def run_step(
                 observe(node, values)
         for into, values in after:
             env[into] = values
-        run(listing.instructions[: listing.repeated], first=k == 0)
+        if k == 0:
+            run(listing.instructions[: listing.repeated.start], first=True)
+        run(listing.instructions[listing.repeated.start : listing.repeated.stop], first=k == 0)
         for i, stack in stacks.items():
             stack.append(assembled(env[listing.outputs[i]], graph.output_values[i], mesh))
-    run(listing.instructions[listing.repeated :], first=True)
+    run(listing.instructions[listing.repeated.stop :], first=True)
     outputs: dict[Port, torch.Tensor] = {}
     for i, (port, slot, node) in enumerate(zip(graph.outputs, listing.outputs, graph.output_values, strict=True)):
         outputs[port] = torch.stack(stacks[i]) if i in stacks else assembled(env[slot], node, mesh)

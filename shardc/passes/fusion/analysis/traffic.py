@@ -1,7 +1,7 @@
 """Memory traffic of a body: the kernels beside products, attention and communication, and the bytes that they move.
 
 A kernel reads each element of an operand that it uses once, and writes each result once. A view is no kernel; a call of
-a view op that copies is one.
+a view op that copies is one, and so is a collective that copies what it sends, or what it has received.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from torch import fx
 from kernels_triton.match.op import kernel_of
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, type_of
+from shardc.ir.in_flight import copied_bytes
 from shardc.ir.ops import local
-from shardc.ir.storages import storages, yields
+from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.storages import layouts, yields
 
 aten = torch.ops.aten
 PRODUCTS = {  # as `op_name` spells them: aten's without a namespace, ours with it
@@ -44,11 +46,15 @@ def traffic(graph: Graph) -> Traffic:
 
 def bytes_by_call(graph: Graph) -> dict[fx.Node, int]:
     """The calls of a localized body that count as kernels, with the bytes of each."""
-    storage_of = storages(graph)
+    storage_of, layout_of = layouts(graph)
     bytes_moved: dict[fx.Node, int] = {}
     for node in graph.calls():
         name = op_name(node.target)
-        if name in PRODUCTS or name in KINDS or node.target is local.axis_offset:
+        if name in KINDS:
+            if node.target in COLLECTIVES and (copied := sum(copied_bytes(graph, node, layout_of))):
+                bytes_moved[node] = 2 * copied
+            continue
+        if name in PRODUCTS or node.target is local.axis_offset:
             continue
         written = [value for value, _ in yields(node) if storage_of[value].value is value]
         if written:

@@ -17,7 +17,7 @@ from torch import fx
 
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, Phase, info, op_name, operands, results, type_of
-from shardc.ir.microbatch import in_microbatch
+from shardc.ir.microbatch import before_microbatches, in_microbatch
 from shardc.ir.ops import assumed, check_index, local
 from shardc.ir.ops.buckets import UNPACK
 from shardc.ir.storages import Operand
@@ -119,7 +119,8 @@ def build_fusion_graph(
 ) -> FusionGraph:
     """The fusion graph of a body. `exclude` holds names of ops and values that stay calls. With `inline`, producers are
     inlined where `inline_producers` finds it worthwhile. `layouts` are the body's, where the caller knows them."""
-    per_microbatch = in_microbatch(graph)
+    # What is made for all microbatches may be made in the kernels of each, where that moves no more bytes.
+    per_microbatch = in_microbatch(graph) | before_microbatches(graph)
     calls = [*graph.calls()]
     if graph.microbatches > 1:
         calls.sort(key=lambda node: node not in per_microbatch)
