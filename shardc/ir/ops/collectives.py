@@ -107,8 +107,8 @@ def late(steps: Callable[..., Steps], *args: Any) -> Steps:
 
 
 def _all_gather(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, size: int, shape: list[int]) -> Steps:
-    chunks = yield Exchange("all_gather", _whole(x.reshape(atoms)), tuple(axes))
-    return _joined(chunks, pos, size, shape)
+    chunks = yield Exchange("all_gather", without_gaps(x.reshape(atoms)), tuple(axes))
+    return joined_chunks(chunks, pos, size, shape)
 
 
 def _gather_blocks(
@@ -123,7 +123,7 @@ def _gather_blocks(
 ) -> Steps:
     """The same of an atom of blocks: `counts` are those of the gathered atom, negative where a block is not cut."""
     pieces = _pieces(axes, told_blocks(counts, units, reverse))
-    chunks = yield Exchange("all_gather", _whole(x.reshape(atoms)), tuple(axes))
+    chunks = yield Exchange("all_gather", without_gaps(x.reshape(atoms)), tuple(axes))
     return _join(chunks, pieces, pos, shape)
 
 
@@ -198,7 +198,7 @@ def _reduce_scatter(
     """`counts`, `units` and `reverse` are those of an atom of blocks, each of which is cut."""
     whole = x.reshape(atoms)
     cut = _cut_blocks(whole, pos, axes, told_blocks(counts, units, reverse)) if counts else _cut(whole, pos, axes)
-    row = yield Exchange("reduce_scatter", _whole(cut), tuple(axes), op)
+    row = yield Exchange("reduce_scatter", without_gaps(cut), tuple(axes), op)
     return row.view(shape)
 
 
@@ -220,10 +220,10 @@ def _all_to_all(
     cut = _cut_blocks(whole, split, axes, blocks) if splits_blocks else _cut(whole, split, axes)
     joins_blocks = bool(counts) and not splits_blocks
     pieces = _pieces(axes, blocks) if joins_blocks else ()
-    received = yield Exchange("all_to_all", _whole(cut), tuple(axes))
+    received = yield Exchange("all_to_all", without_gaps(cut), tuple(axes))
     if joins_blocks:
         return _join(received, pieces, concat, shape)
-    return _joined(received, concat, size, shape)
+    return joined_chunks(received, concat, size, shape)
 
 
 def _permute_ranks(x: torch.Tensor, axes: list[str], source: list[int]) -> Steps:
@@ -234,10 +234,10 @@ def _permute_ranks(x: torch.Tensor, axes: list[str], source: list[int]) -> Steps
 def _cut(x: torch.Tensor, pos: int, axes: list[str]) -> torch.Tensor:
     """Dim `pos`, zero padded, as one chunk a group member: [..., n, ...] -> [group, ..., ceil(n / group), ...]."""
     group = current().mesh.size(axes)
-    return _chunks(x, pos, group, -(-x.shape[pos] // group))
+    return chunks_of(x, pos, group, -(-x.shape[pos] // group))
 
 
-def _chunks(x: torch.Tensor, pos: int, group: int, chunk: int) -> torch.Tensor:
+def chunks_of(x: torch.Tensor, pos: int, group: int, chunk: int) -> torch.Tensor:
     missing = group * chunk - x.shape[pos]
     if missing:
         x = pad(x, [0, 0] * (x.ndim - 1 - pos) + [0, missing])
@@ -246,15 +246,15 @@ def _chunks(x: torch.Tensor, pos: int, group: int, chunk: int) -> torch.Tensor:
     return x.unflatten(pos, (group, chunk)).movedim(pos, 0)
 
 
-def _joined(chunks: torch.Tensor, pos: int, size: int, shape: list[int]) -> torch.Tensor:
+def joined_chunks(chunks: torch.Tensor, pos: int, size: int, shape: list[int]) -> torch.Tensor:
     """Chunks of dim `pos`, [group, ..., n, ...] -> [..., size, ...], without what was padded, as dims."""
     if pos == 0 and chunks.shape[0] * chunks.shape[1] == size and chunks.is_contiguous():
         return chunks.view(shape)
     front = chunks.movedim(0, pos)
-    return _whole(front).flatten(pos, pos + 1).narrow(pos, 0, size).reshape(shape).contiguous()
+    return without_gaps(front).flatten(pos, pos + 1).narrow(pos, 0, size).reshape(shape).contiguous()
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
+def without_gaps(x: torch.Tensor) -> torch.Tensor:
     """The same elements without gaps, in the order of the dims."""
     if x.is_contiguous():
         return x

@@ -8,7 +8,7 @@ of runs: `body_code` runs a whole step of microbatches, `executor` the parts of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
 from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.overlap import begin
+from shardc.runtime.execute.prepared_collective import PreparedCollective, UnderWay, prepare_collective
 from shardc.runtime.execute.written_code import CodeLine, Many, Single, Unwatched, WrittenCode, write_code
 
 ENVIRONMENT = CallArguments((ALL_SLOTS,), {})
@@ -52,7 +53,8 @@ class Routine:
         self.listing = listing = list_calls(graph, Numerics(device))
         self.names = [instruction.where for instruction in listing.instructions]
         self.empty: list[Any] = [None] * listing.size
-        self._device = device
+        self._device, self._comm = device, context.comm
+        self.collectives: dict[int, PreparedCollective] = {}  # by the index of the call that began
         self._written: dict[int, tuple[Sequence[CodeLine], WrittenCode]] = {}  # by the identity of the code
         constant: set[int] = set()
         for instruction in listing.instructions:
@@ -110,6 +112,9 @@ class Routine:
         ):
             free = tuple(slot for slot in action.free if slot not in self._never_freed)
             instruction = listing.instructions[action.at]
+            if action.kind == "free" and code:
+                code[-1] = (*code[-1][:4], code[-1][4] + free)
+                continue
             if instruction.target is axis_offset or instruction.node in self._viewed:
                 continue
             if (flat := self._flats.get(instruction.node)) is not None:
@@ -143,11 +148,42 @@ class Routine:
         return code
 
     def _call_line(self, instruction: CallInstruction, action: Action, free: tuple[int, ...]) -> CodeLine:
-        index, call, arguments, into, free = _action_line(instruction, action, free, self._fixed, self._device)
+        index, call, arguments, into, free = self._action_line(instruction, action, free)
         if instruction.node.target is PACK:
             pack = prepare_pack(self.graph, instruction.node, instruction.reads, self._fixed, self._device)
             call, arguments = (call, arguments) if pack is None else (pack, ENVIRONMENT)
         return index, call, arguments, into, free
+
+    def _action_line(self, instruction: CallInstruction, action: Action, free: tuple[int, ...]) -> CodeLine:
+        index, arguments, into = action.at, instruction.arguments, _result_slots(instruction)
+        steps = COLLECTIVES.get(instruction.target)
+        match action.kind:
+            case "run":
+                run = partial(run_collective, steps) if steps else None
+                call = run or direct_call(instruction.target, self._device, arguments.kwargs)
+                return index, call, arguments, into, free
+            case "begin":
+                assert steps is not None
+                spent, is_late = reduced_in_place(instruction.node), sums_gradients(instruction.node)
+                prepared = prepare_collective(instruction.node, self._comm, is_late, spent)
+                if prepared is not None:
+                    self.collectives[index] = prepared
+                    return index, prepared.begin, CallArguments((Slot(instruction.reads[0]),), {}), into, free
+                steps = all_reduce_over if spent else steps
+                steps = partial(late, steps) if is_late else steps
+                return index, partial(begin, steps), arguments, into, free
+            case "wait":
+                assert isinstance(into, int)
+                place, prepared = self._fixed.get(into), self.collectives.get(index)
+                if prepared is None:
+                    wait = partial(_wait_into, place)
+                else:
+                    wait = prepared.arrived if place is None else partial(_arrived_in, place, prepared)
+                return index, wait, CallArguments((Slot(into),), {}), into, free
+            case "free":
+                return index, partial(_wait_into, None), CallArguments((tuple,), {}), (), free
+            case "add":
+                raise AssertionError("`stage_code` puts additions behind the lines that make the terms")
 
     def _member_place(self, piece: Piece) -> Place:
         flat = self._flats[piece.layout.pack]
@@ -216,35 +252,6 @@ class Routine:
         return known or failure
 
 
-def _action_line(
-    instruction: CallInstruction,
-    action: Action,
-    free: tuple[int, ...],
-    fixed: Mapping[int, torch.Tensor],
-    device: torch.device,
-) -> CodeLine:
-    steps, into = COLLECTIVES.get(instruction.target), _result_slots(instruction)
-    match action.kind:
-        case "run":
-            arguments = instruction.arguments
-            call = (
-                partial(run_collective, steps) if steps else direct_call(instruction.target, device, arguments.kwargs)
-            )
-            return action.at, call, instruction.arguments, into, free
-        case "begin":
-            assert steps is not None
-            steps = all_reduce_over if reduced_in_place(instruction.node) else steps
-            steps = partial(late, steps) if sums_gradients(instruction.node) else steps
-            return action.at, partial(begin, steps), instruction.arguments, into, free
-        case "wait":
-            assert isinstance(into, int)
-            return action.at, partial(_wait_into, fixed.get(into)), CallArguments((Slot(into),), {}), into, free
-        case "free":
-            return action.at, partial(_wait_into, None), CallArguments((tuple,), {}), (), free
-        case "add":
-            raise AssertionError("`stage_code` puts additions behind the lines that make the terms")
-
-
 def _write_over(code: CodeLine, write: Write, over: int, slot: int) -> list[CodeLine]:
     """A call whose result overwrites the tensor in slot `over`. Slot `slot` then holds the same tensor."""
     index, _, arguments, into, free = code
@@ -273,7 +280,14 @@ def _held_place(slot: int) -> Callable[[list[Any]], torch.Tensor]:
 
 def _wait_into(place: torch.Tensor | None, pending: Callable[[], Any]) -> Any:
     """A collective's result, copied to `place` if its readers expect it there."""
-    result = pending()
+    return _put(place, pending())
+
+
+def _arrived_in(place: torch.Tensor, collective: PreparedCollective, under_way: UnderWay) -> torch.Tensor:
+    return _put(place, collective.arrived(under_way))
+
+
+def _put(place: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     return result if place is None or result.data_ptr() == place.data_ptr() else place.copy_(result)
 
 
