@@ -74,6 +74,8 @@ class BodyCode:
                     env[slot] = feed[port.name]
                 elif not k:
                     env[slot] = state[port.name]
+            if not k:
+                self.routine.held_views.fill(env)
             for into, value in buffer_values:
                 env[into] = value
             run(self._first_microbatch if k == 0 else self._later_microbatches, env, monitor, base)

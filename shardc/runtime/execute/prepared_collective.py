@@ -54,11 +54,8 @@ def _all_reduce(group: Any, op: str, spent: bool) -> PreparedCollective:
     reduce = all_reduce_over(group, REDUCE_OPS[op])
 
     def begin(x: Tensor) -> UnderWay:
-        if not spent:
-            x = x.clone(memory_format=torch.contiguous_format)
-        elif not x.is_contiguous():
-            x = x.contiguous()
-        return reduce(x), x, x
+        result = x.contiguous() if spent else x.clone(memory_format=torch.contiguous_format)
+        return reduce(result), result, x
 
     return PreparedCollective(begin, _arrived)
 
