@@ -6,8 +6,9 @@
 
 A call whose results have places allocates nothing, and knows their addresses. Placed are results that never leave the
 body: no output is one or a view of one, none is written over what is held. So are the flat tensors of buckets, from
-their first member on, and between kernels results of products and other ops that can write into a given tensor: views
-of them, and kernels that read them, know their addresses then. What a collective reads may be under way until its result is read, and lives until then.
+their first member on, and between kernels the results of products and of other ops that can write into a given tensor:
+of these, views and the kernels that read them know the addresses. What a collective reads may be under way until its
+result is read, and lives until then.
 
 An arena is there all the time, so not everything is placed: the smallest first, since one costs Python as much time as
 a large one, and as many as leave the peak where it was, but for 1 %; none so large that it keeps a GPU busy for longer

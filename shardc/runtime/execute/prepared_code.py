@@ -133,7 +133,7 @@ class Routine:
         """Give the transposed matrices of held weights slots, for products whose results have places."""
         for instruction in self.listing.instructions:
             result = instruction.yields[0][2]
-            if instruction.target is not LINEAR or result not in self._fixed and instruction.node not in self._pieces:
+            if instruction.target is not LINEAR or (result not in self._fixed and instruction.node not in self._pieces):
                 continue
             weight = instruction.arguments.args[1].number
             if weight in self._held and weight not in self._transposed:
@@ -275,8 +275,11 @@ class Routine:
         index, _, arguments, into, free = code
         if instruction.target in LINEARS:
             slots: tuple[int, int] = tuple(arg.number for arg in arguments.args)  # type: ignore[assignment]
-            call, arguments = torch.mm, prepare_linear(
-                instruction.node, self.graph.mesh, slots, self._fixed, self._transpose, place_argument(place)
+            call, arguments = (
+                torch.mm,
+                prepare_linear(
+                    instruction.node, self.graph.mesh, slots, self._fixed, self._transpose, place_argument(place)
+                ),
             )
         else:
             assert make is not None

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from shardc.ir.graph import operands, type_of
