@@ -3,8 +3,9 @@
     python -m benchmarks.fit_hardware benchmarks/measurements/h200.jsonl --out configs/hardware/h200-nvlink.yaml
 
 Collectives, attention and memory are fitted directly (`shardc.runtime.calibrate.fit`); the cache to
-`h200_calibrate.jsonl` beside the measurements, of other H200s; contention and meetings to `h100_pair.jsonl`, of two H100s,
-whose units and NVLink are the same. Products were not measured on their own: their rate is that with which whole steps of one GPU come out, in which all else has a time already:
+`h200_calibrate.jsonl` beside the measurements, of other H200s; contention and meetings to `h100_pair.jsonl`, of two
+H100s, whose units and NVLink are the same. Products were not measured on their own: their rate is that with which whole
+steps of one GPU come out, in which all else has a time already:
 
     products        6 FLOPs a weight and token, by `ProductRate` at each product's shape
     attention       by the fit
@@ -240,7 +241,7 @@ def text(hardware: Hardware, source: str) -> str:
         "power": "fitted to steps of one GPU, eager and our own: products slow down while a device does nothing else;"
         " most: measured",
         "cache": "measured: an elementwise kernel up to 32 MiB, its operand and result in the cache; bytes: data sheet",
-        "contention": "measured on two H100s: medians beside each other, by those alone; units: of products of 13 shapes",
+        "contention": "measured on two H100s: medians beside each other, by those alone; units: by products' shapes",
         "meetings": "measured on two H100s: what ranks that compute and meet take longer than both take alone",
     }  # fmt: skip
     title = [

@@ -500,6 +500,7 @@ class Program(PredictedProgram):
         timeout: float = 600.0,
         device: str | None = None,
         check_every: int = EVERY,
+        graphs: bool = False,
     ) -> Trainer:
         """The job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
 
@@ -514,6 +515,10 @@ class Program(PredictedProgram):
         rates before the first 3 steps and every `check_every`-th (SC542; 0 leaves the steps out). A rank that is dead
         or stuck is an error that names it, at most `timeout` seconds later.
 
+        With `graphs`, a GPU replays each step but the first three from a CUDA graph: one call instead of one a kernel,
+        for programs whose kernels are shorter than what Python takes to launch them. A step that cannot be captured
+        runs as it would without, and a warning (SC518) says why.
+
             trainer = program.launch(init=lambda name, shape, dtype: 0.02 * torch.randn(shape, dtype=dtype))
 
         Of a model that was changed since (put into another mode, frozen, hooked), it is that of the model as it is now.
@@ -526,7 +531,14 @@ class Program(PredictedProgram):
             program = _program(self.request)
         program.accept_values()
         return launch(
-            program, state=state, init=init, seed=seed, timeout=timeout, device=device, check_every=check_every
+            program,
+            state=state,
+            init=init,
+            seed=seed,
+            timeout=timeout,
+            device=device,
+            check_every=check_every,
+            graphs=graphs,
         )
 
     def generate(

@@ -968,6 +968,35 @@ def reduce_scatter_pieces(outs: Sequence[Tensor], xs: Sequence[Tensor], op: Any,
     return group.reduce_scatter_tensor_coalesced(list(outs), list(xs), options)
 
 
+def all_gather_into(group: Any) -> Callable[[Tensor, Tensor], Any]:
+    """`all_gather_single` over one group, whose options are made once: begins it and returns its handle."""
+    import torch.distributed as dist
+
+    options: Any = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = True
+    gather: Any = getattr(group, "all_gather_single", None) or group._allgather_base
+    return lambda out, x: gather(out, x, options)
+
+
+def reduce_scatter_into(group: Any, op: Any) -> Callable[[Tensor, Tensor], Any]:
+    """`reduce_scatter_single` over one group, whose options are made once."""
+    import torch.distributed as dist
+
+    options: Any = dist.distributed_c10d.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, True
+    scatter: Any = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    return lambda out, x: scatter(out, x, options)
+
+
+def all_reduce_over(group: Any, op: Any) -> Callable[[Tensor], Any]:
+    """`all_reduce` over one group, whose options are made once."""
+    import torch.distributed as dist
+
+    options: Any = dist.distributed_c10d.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, True
+    return lambda x: group.allreduce([x], options)
+
+
 def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Copy each tensor over another, in as few kernels as torch has for it."""
     if into:

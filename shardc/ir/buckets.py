@@ -30,7 +30,7 @@ from shardc.ir.microbatch import before_microbatches
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, unpack
 from shardc.ir.ops.collectives import all_reduce
-from shardc.ir.ops.linear import LINEAR_WGRAD
+from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from shardc.ir.schema import given
 from shardc.ir.storages import Storage
 
@@ -116,6 +116,13 @@ def maker(op: OpOverload) -> Callable[..., Any] | None:
     if op is LINEAR_WGRAD:
         return _wgrad
     return out_variant(op) if op_name(op) in MAKES else None
+
+
+def writes_out(call: fx.Node) -> bool:
+    """Can a call of one result write it into a tensor that it is given, contiguous and of the result's type?"""
+    if call.target in (LINEAR, LINEAR_DGRAD):
+        return type_of(call).ndim > 1
+    return call.target is not ACCUMULATE and isinstance(call.target, OpOverload) and maker(call.target) is not None
 
 
 def _copied(x: Tensor, *, out: Tensor, **_: Any) -> Tensor:

@@ -123,6 +123,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC512": Code("assumption-broken", "a batch answers a question of forward otherwise than the sample did"),
     "SC513": Code("rows-dropped", "experts were given more rows than their capacity: the rest was dropped"),
     "SC517": Code("host-memory", "what a command would hold does not fit in the memory of this host"),
+    "SC518": Code("not-captured", "steps were to be replayed from a CUDA graph, and cannot be captured"),
     "SC552": Code("no-metric", "a scheduler or a callback wants a metric that the training loop does not have"),
     "SC553": Code(
         "trainer-argument", "compile, or a trainer's method, is given what it cannot use, or what has no effect"
