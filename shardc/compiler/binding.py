@@ -26,6 +26,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import CACHE
 from shardc.ir.placement import P
 from shardc.passes.communication.bucket import Bucket
+from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.fusion.fuse import Fuse
@@ -66,6 +67,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
         assign=Assign(plan.experts.dispatch, hardware),
         recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware),
         align=Align(plan.align, hardware),
+        late=LateGradients(plan.overlap.late_gradients, hardware),
         bucket=Bucket(plan.bucket_bytes),
         fuse=Fuse(plan.fuse.enabled, plan.fuse.left, plan.fuse.templates, hardware),
     )

@@ -20,6 +20,7 @@ from shardc.passes.base import Check, Pass
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
+from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.context.divide_attention import DivideAttention
@@ -69,6 +70,7 @@ class Options:
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
     align: Align = field(default_factory=Align)
+    late: LateGradients = field(default_factory=LateGradients)
     bucket: Bucket = field(default_factory=Bucket)
     fuse: Fuse = field(default_factory=lambda: Fuse(enabled=False))
     context: Context = field(default_factory=Context)
@@ -114,7 +116,7 @@ def body_passes(
 
 def part_passes(options: Options) -> list[Pass]:
     """Every pass over what a rank runs, in order: its body, or each graph of each of its pipeline stages."""
-    return [options.align, Overlap(options.hardware), options.bucket, options.fuse]
+    return [options.align, Overlap(options.hardware), options.late, options.bucket, options.fuse]
 
 
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:

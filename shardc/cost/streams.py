@@ -16,6 +16,7 @@ when the last one comes, by what has been computed since compute last stood stil
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from shardc.cost.call_seconds import COMPUTE, KINDS, CallCost, Kind
 from shardc.ir.account import with_additions
 from shardc.ir.call_slots import slotted_calls
 from shardc.ir.graph import Graph, Phase, info, type_of
-from shardc.ir.hardware import Hardware
+from shardc.ir.hardware import DELAY, Hardware
 from shardc.ir.overlap_schedule import Action, schedule_of
 
 ADDITION = "add"
@@ -107,6 +108,16 @@ def run(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware, pro
         streams.do(steps, steps.repeated, microbatch)
     streams.do(steps, steps.once, -1)
     return streams.ended()
+
+
+def device_seconds(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware) -> float:
+    """What a run takes whose host has issued everything before it is needed: what an order of calls is judged by."""
+    free = dataclasses.replace(hardware, kernel_launch_seconds=DELAY.least, call_seconds=0.0)
+    return run(
+        graph,
+        {node: dataclasses.replace(cost, issuing=0.0) if cost.issuing else cost for node, cost in costs.items()},
+        free,
+    ).seconds
 
 
 @dataclass(eq=False)

@@ -39,6 +39,7 @@ from shardc.passes.base import Pass
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
+from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.context.divide_attention import DivideAttention
@@ -126,6 +127,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "pack_parts": PackParts,
     "align": Align,
     "overlap": Overlap,
+    "late_gradients": LateGradients,
     "bucket": Bucket,
     "fuse": Fuse,
 }

@@ -78,18 +78,21 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.match": "__init__ algebra launcher match op pattern run source table variants",
     },
     {
-        "shardc.cost": "__init__ cache call_seconds failures flops memory prediction prediction_trace profile streams",
+        "shardc.cost": """
+            __init__ beside cache call_seconds failures flops memory prediction prediction_trace profile streams
+        """,
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
         "shardc.plan": """
-            __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema symbols values
+            __init__ clipping context experts fuse hardware hugging_face overlap packaged pipeline schema symbols values
         """,
     },
     {
         "shardc.passes": """
             __init__ accumulate attention_keys attention_rows base carried_states communication communication.bucket
-            communication.causes communication.combine communication.overlap communication.report_gathers context
+            communication.causes communication.combine communication.late_gradients communication.overlap
+            communication.report_gathers context
             context.attention_times context.divide_attention context.divided_heads context.merge_keys
             context.pack_parts cumulative_rows exchanged_rows fusion fusion.analysis fusion.analysis.access
             fusion.analysis.constant_values fusion.analysis.iteration_space fusion.analysis.space_cache
