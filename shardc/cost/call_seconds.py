@@ -34,6 +34,7 @@ from shardc.ir.hardware import Hardware
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.ops.scaled import turned
 from shardc.ir.overlap_schedule import sums_gradients
 from shardc.ir.schema import given
 from shardc.ir.storages import Layouts, Operand, layouts, unread_bytes, yields
@@ -207,6 +208,8 @@ class _Costs:
         if name == "convolution_backward":
             launches = max(1, sum(arguments["output_mask"]))
         seconds = launches * self.hardware.product_seconds(batch, rows, columns, depth, dtype)
+        for value in turned(node):  # a copy of its own
+            seconds, launches = seconds + self._moving(2 * self._bytes(value)), launches + 1
         return CallCost("product", seconds, launches)
 
     def _attention(self, node: fx.Node, name: str) -> CallCost:

@@ -1,7 +1,7 @@
 """Products of 8-bit floats: as those of wide ones, with a scale for each operand.
 
-A scale is of a whole tensor, and has no dims; or of its rows along the summed dim, and then has its operand's dims, that
-one of size 1. Which is pending is the product's result alone: an operand that is rounded is no part of a sum.
+A scale is of a whole tensor, and has no dims; or of its rows along the summed dim, and then has its operand's dims,
+that one of size 1. What is pending is the product's result alone: an operand that is rounded is no part of a sum.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from shardc.ir.ops.scaled import QUANTIZE, SCALE, SCALED_DGRAD, SCALED_LINEAR, SCALED_MM, SCALED_WGRAD
 from shardc.rules.notation import Dims
 from shardc.rules.pointwise import aligned
-from shardc.rules.registry import example, rule
+from shardc.rules.registry import rule
 
 WIDE = torch.float64  # of examples: nothing is rounded
 
@@ -31,7 +31,11 @@ def _scales(first: Dims, second: Dims, *rows: str) -> str:
 @rule(
     SCALED_LINEAR,
     sum="k",
-    examples=[((2, 4, 6), (5, 6), (), (), WIDE), ((4, 6), (5, 6), (4, 1), (5, 1), WIDE), ((6,), (5, 6), (1,), (), WIDE)],
+    examples=[
+        ((2, 4, 6), (5, 6), (), (), WIDE),
+        ((4, 6), (5, 6), (4, 1), (5, 1), WIDE),
+        ((6,), (5, 6), (1,), (), WIDE),
+    ],
 )
 def scaled_linear(x: Dims, w: Dims, x_scale: Dims, w_scale: Dims, dtype: torch.dtype) -> str:
     return f"... k, n k, {_scales(x_scale, w_scale, '... 1', 'n 1')} -> ... n"

@@ -5,7 +5,7 @@
     q    = quantize(x, s, f8e4m3)           x / s, rounded to the nearest 8-bit number
     y    = scaled_linear(q, p, s, t, bf16)  (q p^T) s t, summed in float32
 
-The scale is a power of two, so that neither the division nor the product with it rounds: 8-bit numbers are the only loss.
+The scale is a power of two, so that neither the division nor the product with it rounds: all loss is of 8-bit numbers.
 A NaN, and an infinity of amax, make the scale NaN and with it all numbers: a step that overflows is seen as such.
 In a run that computes in wide dtypes instead, the scale is 1 and nothing is rounded.
 
@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from kernels_triton.base.library import define
 from shardc.torch_compat import multiplies_fp8, scaled_mm
@@ -97,8 +98,12 @@ def _row(scale: Tensor) -> Tensor:
 
 
 def _define(
-    name: str, first: str, second: str, kernel: Callable[..., Tensor], shape: Callable[[Tensor, Tensor], tuple[int, ...]]
-) -> torch._ops.OpOverload:
+    name: str,
+    first: str,
+    second: str,
+    kernel: Callable[..., Tensor],
+    shape: Callable[[Tensor, Tensor], tuple[int, ...]],
+) -> OpOverload:
     def fake(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
         return a.new_empty(shape(a, b), dtype=dtype)
 
@@ -110,3 +115,10 @@ SCALED_LINEAR = _define("scaled_linear", "x", "w", _linear, lambda x, w: (*x.sha
 SCALED_DGRAD = _define("scaled_linear_dgrad", "g", "w", _dgrad, lambda g, w: (*g.shape[:-1], w.shape[1]))
 SCALED_WGRAD = _define("scaled_linear_wgrad", "g", "x", _wgrad, lambda g, x: (g.shape[-1], x.shape[-1]))
 SCALED_MM = _define("scaled_mm", "a", "b", _mm, lambda a, b: (a.shape[0], b.shape[1]))
+
+
+def turned(node: fx.Node) -> list[fx.Node]:
+    """The operands that a product copies: both have to lie along the dim that is summed."""
+    a, b = node.args[:2] if node.target in (SCALED_DGRAD, SCALED_WGRAD, SCALED_MM) else (None, None)
+    copied = [a, b] if node.target is SCALED_WGRAD else [b]
+    return [value for value in copied if isinstance(value, fx.Node)]

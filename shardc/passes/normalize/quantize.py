@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from shardc.ir.annotation import Annotation
 from shardc.ir.diagnostic import Diagnostic, did_you_mean, error
@@ -42,7 +43,12 @@ from shardc.rules.registry import find_rule, rule_of
 aten = torch.ops.aten
 MM = aten.mm.default
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SCALED = {LINEAR: SCALED_LINEAR, LINEAR_DGRAD: SCALED_DGRAD, LINEAR_WGRAD: SCALED_WGRAD, MM: SCALED_MM}
+SCALED: Mapping[Any, OpOverload] = {
+    LINEAR: SCALED_LINEAR,
+    LINEAR_DGRAD: SCALED_DGRAD,
+    LINEAR_WGRAD: SCALED_WGRAD,
+    MM: SCALED_MM,
+}
 RANKINGS = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default, GROUP_ROWS}
 MULTIPLE = 16  # of which an extent of a weight has to be one
 # Views that keep every element, and so may stand behind the rounding as well as before it.
@@ -171,7 +177,9 @@ class _Rounding:
         graph, type, name = self.graph, type_of(value), info(value).name
         kept = () if whole else tuple(1 if d in dims else n for d, n in enumerate(type.shape))
 
-        def call(target: object, args: tuple[object, ...], called: str, of: torch.dtype, shape: Sequence[int]) -> fx.Node:
+        def call(
+            target: object, args: tuple[object, ...], called: str, of: torch.dtype, shape: Sequence[int]
+        ) -> fx.Node:
             made = TensorType.plain(of, shape)
             return graph.call(target, args, like=reader, type=made, name=f"{name}.{called}")
 

@@ -8,6 +8,7 @@ all-reduce whose operand is not read again (`spent`) works in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import Exchange, landing
 from shardc.ir.ops.context import Sizes
+from shardc.ir.ops.scaled import FP8
 from shardc.torch_compat import all_gather_single, reduce_scatter_single
 
 PendingResult = Callable[[], torch.Tensor]
@@ -89,7 +91,12 @@ class ProcessGroupCommunicator:
         """Start an exchange. The returned function waits for it and returns its result.
 
         On GPUs the caller's stream waits, not the caller. Until then the operand and the result stay allocated.
+        8-bit floats are moved as bytes: gloo does not know them.
         """
+        dtype = exchange.x.dtype
+        if dtype in FP8:
+            arrived = self.begin(replace(exchange, x=exchange.x.contiguous().view(torch.uint8)))
+            return lambda: arrived().view(dtype)
         members = self._members_of(exchange.axes, exchange.late)
         match exchange.kind:
             case "all_reduce":
