@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardc
 from examples import train_gpt2
@@ -41,20 +42,19 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks and a head; `tied` to the embedding."""
+    """Two blocks and a head; `again` runs blocks again in backward."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, again: bool = False) -> None:
         super().__init__()
+        self.again = again
         self.embed = nn.Embedding(48, 32)
         self.blocks = nn.ModuleList(Block(32, 64) for _ in range(2))
         self.head = nn.Linear(32, 48, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
@@ -118,8 +118,58 @@ def test_what_is_kept_stays_wide() -> None:
         program_of({"linear": {"keep": "blocks.7"}})
 
 
-def test_a_head_that_is_an_embedding_too_stays_wide() -> None:
-    assert modules(program_of(FP8, model=Net(tied=True)), True) == BLOCKS
+class Tied(Net):
+    """The embedding is multiplied with before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(48, 32, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.mix(nn.functional.linear(self.embed(ids), self.embed.weight))
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def test_a_weight_that_is_an_embedding_too_stays_wide() -> None:
+    program = program_of(FP8, model=Tied())
+    assert modules(program, True) == {*BLOCKS, "mix"}
+    assert modules(program, False) == {"", "head"}
+
+
+class Checkpointed(nn.Module):
+    """By matrices, [k, n], whose recomputed products look as those of gradients do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(16, 16) / 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: torch.relu(torch.mm(torch.relu(torch.mm(x, self.a)), self.b)), x, use_reentrant=False)
+        return torch.mm(y, self.c).square().mean()
+
+
+@pytest.mark.parametrize("form", ["linear", "mm"])
+def test_what_runs_again_in_backward_is_rounded_as_in_forward(form: str) -> None:
+    """Not as a gradient: a product of two tensors in e5m2 no GPU has."""
+    if form == "mm":
+        plan = {"inputs": {"x": "dp"}, "precision": FP8}
+        program = shardc.compile(Checkpointed(), torch.randn(8, 16), mesh="dp=2", plan=plan)
+    else:
+        program = program_of(FP8, model=Net(again=True))
+    again = 0
+    for node in program.body.calls():
+        if node.target in SCALED:
+            dtypes = [type_of(v).dtype for v in operands(node)[:2]]
+            assert dtypes.count(torch.float8_e5m2) <= 1
+            again += info(node).phase == "bwd" and torch.float8_e5m2 not in dtypes
+    assert again == 2
+    wide = [n for n in program.body.calls() if op_name(n.target) in ("mm", "shardc.linear_wgrad")]
+    assert {info(n).fqn for n in wide} == ({""} if form == "mm" else {"head"})
+    assert len(wide) == (3 if form == "mm" else 1)
+    report = program.verify()
+    assert report, str(report)
 
 
 class Routed(nn.Module):
