@@ -115,8 +115,11 @@ class Quantize(Pass):
         for parameter, xs in read.items():
             for node in _products_of(of_parameter.get(names[parameter])):
                 bases = [_base(v) for v in operands(node)]
-                if self._fits(node) and sum(base in xs for base in bases) == 1:
-                    found[node] = next(base for base in bases if base not in xs)
+                known = [base for base in bases if base in xs]
+                if node.target is LINEAR_WGRAD and not known:
+                    known = bases[1:]  # an activation that is made again, and by its place no gradient
+                if self._fits(node) and len(known) == 1:
+                    found[node] = next(base for base in bases if base not in known)
         return found
 
     def _fits(self, node: fx.Node) -> bool:
