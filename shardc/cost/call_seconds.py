@@ -49,7 +49,8 @@ COMPUTE = ""  # the name of the stream of all that is no collective
 @dataclass(frozen=True, slots=True)
 class CallCost:
     """What one run of a call takes. A collective's `seconds` are on the `stream` of its group; `before` and `after`
-    are copies on the compute stream, before it begins and after it has been waited for. `launches` are the kernels."""
+    are copies on the compute stream, before it begins and after it has been waited for. `launches` are the kernels,
+    `beside` is how many times as long a product takes beside a collective."""
 
     kind: Kind
     seconds: float
@@ -59,6 +60,7 @@ class CallCost:
     after: float = 0.0
     moved: Collective | None = None
     issuing: float = 0.0  # how long the host takes to begin a collective
+    beside: float = 1.0
 
     @property
     def total(self) -> float:
@@ -207,10 +209,13 @@ class _Costs:
         launches = 1
         if name == "convolution_backward":
             launches = max(1, sum(arguments["output_mask"]))
-        seconds = launches * self.hardware.product_seconds(batch, rows, columns, depth, dtype)
+        seconds = self.hardware.product_seconds(batch, rows, columns, depth, dtype)
+        contended = self.hardware.product_seconds(batch, rows, columns, depth, dtype, contended=True)
+        beside = contended / seconds if seconds else 1.0
+        seconds *= launches
         for value in turned(node):  # a copy of its own
             seconds, launches = seconds + self._moving(2 * self._bytes(value)), launches + 1
-        return CallCost("product", seconds, launches)
+        return CallCost("product", seconds, launches, beside=beside)
 
     def _attention(self, node: fx.Node, name: str) -> CallCost:
         backward = "bwd" in name

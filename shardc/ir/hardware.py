@@ -267,11 +267,13 @@ class Hardware:
         if rate is None or not flops:
             return slowdown * self.bf16_flops(flops, dtype) / self.bf16_flops_per_second
         computing = rate.seconds(batch, rows, columns, depth, self.memory_bytes_per_second)
+        if contended and (taken := self.tables.contention.units) and rate.units > 1:
+            slowdown = rate.slowdown(batch, rows, columns, depth, self.memory_bytes_per_second, taken)
         step = max(1, self.row_alignment_bytes // dtype.itemsize)
         if dtype.itemsize == 2 and any(extent % step for extent in (rows, columns, depth) if extent > step):
             computing *= self.unaligned_slowdown
         moved = batch * (rows * depth + depth * columns + rows * columns) * dtype.itemsize
-        return slowdown * max(computing, self.memory_seconds(moved))
+        return max(slowdown * computing, self.memory_seconds(moved, contended=contended))
 
     def attention_seconds(
         self,
