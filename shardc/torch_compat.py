@@ -1213,9 +1213,9 @@ def multiplies_fp8(device: torch.device) -> bool:
 def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`(a b^T) a_scale b_scale` on a GPU, of 8-bit matrices [M, K] and [N, K] that lie row by row.
 
-    Scales have one element, or [M, 1] and [1, N]. There is no public call. cuBLAS takes a second operand that lies
-    column by column, extents that are multiples of 16, and scales of rows for bfloat16 results alone; what does not fit
-    is padded with zeros, or multiplied by its scales after.
+    Scales have one element, or [M, 1] and [1, N]. There is no public call. It takes a second operand that lies column
+    by column, and extents that are multiples of 16: what is short is padded with zeros. Scales of rows it takes from
+    Hopper on and for bfloat16 results alone: else they are multiplied after a product in float32.
     """
     rows, columns = a.shape[0], b.shape[0]
     a, b = _padded_to_16(a), _padded_to_16(b)
@@ -1223,7 +1223,8 @@ def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: tor
     if all(scale.numel() == 1 for scale in scales):
         y = torch._scaled_mm(a, b.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
         return y[:rows, :columns].contiguous()
-    if dtype == torch.bfloat16 and all(scale.numel() > 1 for scale in scales):
+    hopper = torch.cuda.get_device_capability(a.device) >= (9, 0)
+    if hopper and dtype == torch.bfloat16 and all(scale.numel() > 1 for scale in scales):
         of_a, of_b = (
             torch.nn.functional.pad(scale, (0, x.shape[0] - scale.numel()), value=1.0)
             for scale, x in zip(scales, (a, b), strict=True)

@@ -423,3 +423,45 @@ def test_plans_round_trip(said: object, dumped: str) -> None:
 def test_plans_are_refused(said: object, message: str) -> None:
     with pytest.raises(ShardcError, match=f"SC208(.|\n)*{message}"):
         Plan.of(precision=said)
+
+
+# ---------------------------------------------------------------------------------------------- what rounding does
+def test_a_program_tells_what_rounding_does_to_each_product() -> None:
+    """By hand: of one product, its operands as they are rounded; of all, errors as 3 and 2 bits of a mantissa make."""
+    torch.manual_seed(1)
+    model, x = Uneven(), torch.randn(8, 16)
+    x[0, 0], x[1] = 2.0**20, 2.0**-12 * x[1]  # one large element: the rest of the tensor underflows in part
+    program = shardc.compile(model, x, mesh="dp=2", plan={"inputs": {"x": "dp"}, "precision": FP8, "accumulate": 2})
+    report = program.rounded_products()
+    assert [(one.module, one.phase) for one in report] == [
+        *(("up", "fwd"), ("down", "fwd")), *(("down", "bwd"), ("down", "bwd"), ("up", "bwd")),
+    ]  # fmt: skip
+    first = report[0]
+    parts = []
+    for rows in x.bfloat16().split(4):
+        scale = torch.ops.shardc.scale(rows.abs().amax(), torch.float8_e4m3fn)
+        rounded = torch.ops.shardc.quantize(rows, scale, torch.float8_e4m3fn).float() * scale
+        parts.append((rounded, rows.float()))
+    rounded, whole = (torch.cat(part) for part in zip(*parts, strict=True))
+    operand = first.operands[0]
+    assert operand.underflown == float(((rounded == 0) & (whole != 0)).float().mean()) > 0.3
+    assert operand.rounded == pytest.approx(float((rounded - whole).norm() / whole.norm()), rel=1e-6)
+    assert operand.saturated == 0
+    weight = model.up.weight.detach().bfloat16().float()
+    scale = torch.ops.shardc.scale(weight.abs().amax(), torch.float8_e4m3fn)
+    narrow = torch.ops.shardc.quantize(weight, scale, torch.float8_e4m3fn).float() * scale
+    y, wanted = (rounded @ narrow.t()).bfloat16().float(), whole @ weight.t()
+    assert first.error == pytest.approx(float((y - wanted).norm() / wanted.norm()), rel=1e-5)
+    assert "f8e4m3 x f8e4m3, error" in str(first)
+    assert all(one.operands[0].format == "f8e5m2" for one in report[2:])
+    assert not program_of("bf16").rounded_products()
+
+
+@pytest.mark.parametrize("scale", ["tensor", "row"])
+def test_products_of_real_models_lose_little(scale: str) -> None:
+    for name in ("gpt2", "llama"):
+        program, _ = compiled(name, {"linear": {"scale": scale}}, "dp=2, tp=1", train=False)
+        report = program.rounded_products()
+        assert len(report) >= 12
+        assert max(one.error for one in report) < 0.2
+        assert min(one.error for one in report) > 1e-3

@@ -147,8 +147,8 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
         "shardc.runtime.oracle": """
-            __init__ compare eager_witness lifted report rounding simulate simulate_stages verification verify
-            whole_batch
+            __init__ compare eager_witness lifted report rounded_products rounding simulate simulate_stages
+            verification verify whole_batch
         """,
         "shardc.runtime.checkpoint": """
             __init__ checkpoint export folder held hugging_face lock manifest planners weights

@@ -46,7 +46,8 @@ def _quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype not in FP8:
         return (x / scale).to(dtype).contiguous()
     most = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-most, most).to(dtype).contiguous()
+    wide = x if x.dtype == torch.bfloat16 else x.float()  # bfloat16 has float32's exponents: dividing is as exact
+    return (wide / scale.to(wide.dtype)).clamp_(-most, most).to(dtype).contiguous()
 
 
 def _quantize_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -115,6 +116,7 @@ SCALED_LINEAR = _define("scaled_linear", "x", "w", _linear, lambda x, w: (*x.sha
 SCALED_DGRAD = _define("scaled_linear_dgrad", "g", "w", _dgrad, lambda g, w: (*g.shape[:-1], w.shape[1]))
 SCALED_WGRAD = _define("scaled_linear_wgrad", "g", "x", _wgrad, lambda g, x: (g.shape[-1], x.shape[-1]))
 SCALED_MM = _define("scaled_mm", "a", "b", _mm, lambda a, b: (a.shape[0], b.shape[1]))
+PRODUCTS = (SCALED_LINEAR, SCALED_DGRAD, SCALED_WGRAD, SCALED_MM)
 
 
 def turned(node: fx.Node) -> list[fx.Node]:

@@ -88,9 +88,9 @@ class Quantize(Pass):
         graph.erase_dead()
         return graph
 
-    def _chosen(self, graph: Graph) -> dict[fx.Node, fx.Node | None]:
-        """The products that are rounded, each with the gradient that it reads: those of forward, and of backward those
-        of the same parameters."""
+    def _chosen(self, graph: Graph) -> dict[fx.Node, int | None]:
+        """The products that are rounded, each with the place of the gradient that it reads: those of forward, and of
+        backward those of the same parameters."""
         params = {n for p, n in zip(graph.inputs, graph.placeholders, strict=True) if p.role == "param"}
         products = [p for node in graph.calls() if (p := _with_weight(node, params)) is not None]
         forward = [p for p in products if info(p.node).phase == "fwd"]
@@ -100,7 +100,7 @@ class Quantize(Pass):
         kept = looked_up | {_parameter(p.weight) for p in forward if p.node in wide}
         chosen = [p for p in forward if _parameter(p.weight) not in kept]
         forms = {(_parameter(p.weight), p.form) for p in chosen}
-        found: dict[fx.Node, fx.Node | None] = {}
+        found: dict[fx.Node, int | None] = {}
         read: dict[fx.Node, set[fx.Node]] = {}  # parameter -> what it is multiplied with, in forward or run again
         for p in products:
             parameter = _parameter(p.weight)
@@ -110,7 +110,7 @@ class Quantize(Pass):
         parameters = {parameter for parameter, _ in forms}
         for p in products:
             if p.node not in found and _parameter(p.weight) in parameters and self._fits(p.node):
-                found[p.node] = p.other
+                found[p.node] = 1 - p.form[1]
         names, of_parameter = {node: name for name, node in graph.input_nodes().items()}, gradients(graph)
         for parameter, xs in read.items():
             for node in _products_of(of_parameter.get(names[parameter])):
@@ -119,7 +119,7 @@ class Quantize(Pass):
                 if node.target is LINEAR_WGRAD and not known:
                     known = bases[1:]  # an activation that is made again, and by its place no gradient
                 if self._fits(node) and len(known) == 1:
-                    found[node] = next(base for base in bases if base not in known)
+                    found[node] = next(i for i, base in enumerate(bases) if base not in known)
         return found
 
     def _fits(self, node: fx.Node) -> bool:
@@ -140,6 +140,9 @@ class Quantize(Pass):
         return {p.node for p in forward if info(p.node).fqn in named}
 
 
+_Key = tuple[fx.Node, torch.dtype, tuple[int, ...]]  # a value, what it is rounded to, and the dims of one scale
+
+
 @dataclass
 class _Rounding:
     """The 8-bit numbers of each value, made once: before the first product that reads them."""
@@ -147,24 +150,27 @@ class _Rounding:
     graph: Graph
     scale: Literal["tensor", "row"]
     of_gradients: torch.dtype
-    products: Mapping[fx.Node, fx.Node | None]
-    made: dict[tuple[fx.Node, tuple[int, ...]], tuple[fx.Node, fx.Node]] = field(
-        default_factory=dict[tuple[fx.Node, tuple[int, ...]], tuple[fx.Node, fx.Node]]
-    )
+    products: Mapping[fx.Node, int | None]
+    made: dict[_Key, tuple[fx.Node, fx.Node]] = field(default_factory=dict[_Key, tuple[fx.Node, fx.Node]])
 
     def replace(self, node: fx.Node) -> None:
         """Put a product of rounded operands in a product's place."""
         graph = self.graph
         with graph.fx.inserting_before(node):
-            rounded = [self._of(node, value, dims) for value, dims in zip(operands(node), _summed(node), strict=True)]
+            gradient = self.products[node]
+            rounded = [
+                self._of(node, value, dims, self.of_gradients if i == gradient else E4M3)
+                for i, (value, dims) in enumerate(zip(operands(node), _summed(node), strict=True))
+            ]
             args = (*(q for q, _ in rounded), *(s for _, s in rounded), type_of(node).dtype)
             name = info(node).name
             product = graph.call(SCALED[node.target], args, like=node, type=type_of(node), name=f"{name}.fp8")
         graph.replace_value(node, product)
 
-    def _of(self, reader: fx.Node, value: fx.Node, summed: tuple[int, ...]) -> tuple[fx.Node, fx.Node]:
+    def _of(
+        self, reader: fx.Node, value: fx.Node, summed: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[fx.Node, fx.Node]:
         base = _base(value)
-        dtype = self.of_gradients if base is self.products[reader] else E4M3
         if self.scale == "row":
             return self._rounded(reader, value, summed, dtype)
         q, s = self._rounded(reader, base, tuple(range(type_of(base).ndim)), dtype)
@@ -174,7 +180,7 @@ class _Rounding:
         self, reader: fx.Node, value: fx.Node, dims: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[fx.Node, fx.Node]:
         whole = self.scale == "tensor"
-        key = value, () if whole else dims
+        key = value, dtype, () if whole else dims
         if key in self.made:
             return self.made[key]
         graph, type, name = self.graph, type_of(value), info(value).name
