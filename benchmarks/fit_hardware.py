@@ -67,6 +67,7 @@ SHEET = {
     "peak_flops_per_second": (9.89e14, "data sheet, without sparsity"),
     "fp32_flops_per_second": (6.7e13, "data sheet, without TF32"),
     "fp64_flops_per_second": (6.7e13, "data sheet, tensor cores"),
+    "fp8_flops_per_second": (1.5e15, "1.979e+15 by the data sheet, of which bf16 reaches 0.76"),
     "link_bytes_per_second": (4.3e11, "measured: all-gathers of 4 GPUs from 16 MiB on; 4.5e+11 by the data sheet"),
     "network_bytes_per_second": (4.7e10, "46 to 48 GB/s of a 400 Gbit/s adapter: NVIDIA/nccl-tests issue 290"),
     "accelerators_per_node": (8, "data sheet of the DGX H200"),

@@ -61,6 +61,7 @@ from shardc.runtime.execute.data_parts import data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.oracle.report import TOLERANCE, Report
+from shardc.runtime.oracle.rounded_products import RoundedProduct, rounded_products
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.runtime.oracle.verification import verify_program
 from shardc.runtime.train.replicas import EVERY
@@ -271,6 +272,18 @@ class Program(PredictedProgram):
             message = "a program whose loss is scaled cannot be verified in float16, which has no room for the scale"
             raise error("SC508", message, hint="leave dtype out, for float64, or pass torch.bfloat16")
         return verify_program(self, batch, dtype, params, order)
+
+    @on_cpu
+    def rounded_products(self, batch: Any = None) -> list[RoundedProduct]:
+        """What 8-bit rounding does to each product with a weight (`precision: {linear: fp8}`), on a batch.
+
+        By product: the relative error of its result, and for each operand the shares of its elements that saturate and
+        underflow. The single device computes it, whose scales are those of every rank.
+        """
+        self.refuse_changed_model()
+        if (other := self._other_size(batch)) is not None:
+            return other.rounded_products(batch)
+        return rounded_products(self.reference, self.inputs(batch))
 
     def memory(self) -> ProgramMemory:
         """What a rank holds over a step, by category: stored, and at the peak; of a pipeline, rank by rank."""

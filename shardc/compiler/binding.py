@@ -33,11 +33,12 @@ from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.limit_experts import LimitExperts
+from shardc.passes.normalize.quantize import Quantize
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.seed import Bound
 from shardc.passes.sharding.store import Store
 from shardc.plan.schema import Plan, Storage
-from shardc.plan.values import DTYPES
+from shardc.plan.values import DTYPES, FP8_DTYPES
 
 PLAN = "__shardc_plan__"  # the attribute of a module, or of its class, that holds its own plan
 
@@ -62,6 +63,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
         context=plan.context,
         hardware=hardware,
         limit=LimitExperts(plan.experts.factor, plan.experts.load or plan.experts.factor is not None),
+        quantize=bind_quantize(plan),
         attention=DivideAttention(plan.context.axis, plan.context.attention, hardware),
         keys=MergeKeys(plan.context.axis, plan.context.keys, plan.context.attention, hardware),
         assign=Assign(plan.experts.dispatch, hardware),
@@ -129,6 +131,13 @@ def bind_precision(plan: Plan) -> tuple[Precision | None, bool]:
         hint = "leave nonfinite out: an overflow is how the loss's scale finds its size"
         raise error("SC208", f"float16 skips steps that overflow, and cannot {mode} them", hint=hint)
     return precision, precision.scaled or mode in ("skip", "raise")
+
+
+def bind_quantize(plan: Plan) -> Quantize:
+    """The pass that makes products of 8-bit floats, where a plan asks for them."""
+    if plan.precision is None or (linear := plan.precision.linear) is None:
+        return Quantize()
+    return Quantize(DTYPES[plan.precision.compute], linear.scale, FP8_DTYPES[linear.gradients], linear.keep)
 
 
 def bind_storage(storage: Storage, traced: Traced | Graph, mesh: Mesh) -> tuple[Store, frozenset[str]]:

@@ -30,6 +30,7 @@ from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.limit_experts import LimitExperts
+from shardc.passes.normalize.quantize import Quantize
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
 from shardc.passes.sharding.find_blocks import FindBlocks, ShardedDim, in_elements
@@ -64,6 +65,7 @@ class Options:
     watch: Watch | None = None
     store: Store = field(default_factory=Store)
     limit: LimitExperts = field(default_factory=LimitExperts)
+    quantize: Quantize = field(default_factory=Quantize)
     attention: DivideAttention = field(default_factory=DivideAttention)
     keys: MergeKeys = field(default_factory=MergeKeys)
     assign: Assign = field(default_factory=Assign)

@@ -120,6 +120,7 @@ DTYPES = {
     "bf16_flops_per_second": {"bfloat16", "float16"},
     "fp32_flops_per_second": {"float32", "complex64"},
     "fp64_flops_per_second": {"float64", "complex128"},
+    "fp8_flops_per_second": {"float8_e4m3fn", "float8_e5m2"},
 }
 
 
@@ -127,9 +128,10 @@ DTYPES = {
 class Hardware:
     """One accelerator, and how it reaches the others. Rates are those that programs reach, for one direction.
 
-    `bf16_flops_per_second` is of products of bfloat16 and float16, `peak_flops_per_second` the data sheet's, which MFU
-    divides by. `link_bytes_per_second` is what an accelerator sends inside its node, `network_bytes_per_second` what it
-    sends to other nodes. `collective_start_seconds` passes before a collective moves its
+    `bf16_flops_per_second` is of products of bfloat16 and float16, `fp8_flops_per_second` of 8-bit floats,
+    `peak_flops_per_second` the data sheet's, which MFU divides by. `link_bytes_per_second` is what an accelerator sends
+    inside its node, `network_bytes_per_second` what it sends to other nodes. `collective_start_seconds` passes before a
+    collective moves its
     first byte. `kernel_launch_seconds` is the time of the CPU for one launch,
     `kernel_gap_seconds` that of the accelerator between two kernels, `call_seconds` what a call of a program takes the
     CPU at the least, whatever it launches. `bucket_bytes` are those of a full bucket.
@@ -141,6 +143,7 @@ class Hardware:
     peak_flops_per_second: float = _rate(1.024e15)
     fp32_flops_per_second: float = _rate(1.024e15)
     fp64_flops_per_second: float = _rate(1.024e15)
+    fp8_flops_per_second: float = _rate(1.024e15)
     memory_bytes_per_second: float = _rate(4e12)
     link_bytes_per_second: float = _rate(5e11)
     network_bytes_per_second: float = _rate(5e11)
@@ -199,6 +202,8 @@ class Hardware:
             torch.float16: self.bf16_flops_per_second,
             torch.float64: self.fp64_flops_per_second,
             torch.complex128: self.fp64_flops_per_second,
+            torch.float8_e4m3fn: self.fp8_flops_per_second,
+            torch.float8_e5m2: self.fp8_flops_per_second,
         }.get(dtype, self.fp32_flops_per_second)
         return flops if rate == self.bf16_flops_per_second else round(flops * self.bf16_flops_per_second / rate)
 

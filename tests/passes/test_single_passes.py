@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -52,6 +52,7 @@ from shardc.passes.normalize.group_experts import GroupExperts
 from shardc.passes.normalize.imply_masks import ImplyMasks
 from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.normalize import Normalize
+from shardc.passes.normalize.quantize import Quantize
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
 from shardc.passes.sharding.find_blocks import FindBlocks, ShardedDim
@@ -68,6 +69,7 @@ from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
 from shardc.plan.context import Balance
+from shardc.plan.values import DTYPES
 
 FOLDER = Path(__file__).parent / "single"
 FILES = sorted(path.stem for path in FOLDER.glob("*.txt"))
@@ -96,6 +98,10 @@ def spread_taps(lengths: list[int]) -> SpreadTaps:
     return SpreadTaps(frozenset(lengths))
 
 
+def quantize(compute: str, scale: Literal["tensor", "row"]) -> Quantize:
+    return Quantize(DTYPES[compute], scale)
+
+
 PASSES: Mapping[str, Callable[..., Pass]] = {
     "divide_attention": DivideAttention,
     "merge_keys": MergeKeys,
@@ -103,6 +109,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "imply_masks": ImplyMasks,
     "group_experts": GroupExperts,
     "limit_experts": LimitExperts,
+    "quantize": quantize,
     "accumulate": Accumulate,
     "join_loads": JoinLoads,
     "append_updates": updates,

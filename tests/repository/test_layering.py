@@ -28,10 +28,10 @@ FLOORS: list[dict[str, str]] = [
             ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums
             ops.check_index ops.collectives ops.context ops.ctc ops.cumulative ops.cumulative_extremes ops.exchange
             ops.expert_capacity ops.experts ops.extreme ops.fused_attention ops.gathered ops.group_norm ops.grouped
-            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.scan ops.scan_body ops.scan_parts
-            ops.scan_steps ops.shift ops.softmax ops.squares ops.step_runs ops.streams ops.take ops.windows overlap
-            overlap_schedule parse placement plain program provenance python schema slowdowns storages text trees types
-            verify version
+            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.scaled ops.scan ops.scan_body
+            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.step_runs ops.streams ops.take
+            ops.windows overlap overlap_schedule parse placement plain program provenance python schema slowdowns
+            storages text trees types verify version
         """,
     },
     {
@@ -42,7 +42,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.rules": """
             __init__ attention attention_heads attention_keys attention_rows carried_states conv creation ctc
             cumulative embedding experts fft halo indexing linalg local matmul norm notation pick pointwise pool
-            projection random reduction registry scan section shift take view window
+            projection random reduction registry scaled scan section shift take view window
         """,
         "shardc.schedule": """
             __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
@@ -112,9 +112,9 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.indexing normalize.decompositions.losses normalize.decompositions.masked_scatter
             normalize.decompositions.matmul normalize.decompositions.reductions normalize.decompositions.table
             normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts normalize.imply_masks
-            normalize.limit_experts normalize.mask_positions normalize.normalize scan_parts sharding sharding.assign
-            sharding.atom_classes sharding.atomize sharding.balance sharding.casts sharding.chunked_rows
-            sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks
+            normalize.limit_experts normalize.mask_positions normalize.normalize normalize.quantize scan_parts sharding
+            sharding.assign sharding.atom_classes sharding.atomize sharding.balance sharding.casts
+            sharding.chunked_rows sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks
             sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize
             sharding.lower_reshards sharding.named_rows sharding.pool_taps sharding.prefixes sharding.propagate
             sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps
@@ -151,8 +151,8 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
         "shardc.runtime.oracle": """
-            __init__ compare eager_witness lifted report rounding simulate simulate_stages verification verify
-            whole_batch
+            __init__ compare eager_witness lifted report rounded_products rounding simulate simulate_stages
+            verification verify whole_batch
         """,
         "shardc.runtime.checkpoint": """
             __init__ checkpoint export folder held hugging_face lock manifest planners weights

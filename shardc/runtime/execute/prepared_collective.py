@@ -28,6 +28,7 @@ from shardc.ir.ops.collectives import (
     sent_at,
     without_gaps,
 )
+from shardc.ir.ops.scaled import FP8
 from shardc.ir.schema import given
 from shardc.runtime.execute.process_groups import REDUCE_OPS, ProcessGroupCommunicator
 from shardc.torch_compat import all_gather_into, all_reduce_over, reduce_scatter_into
@@ -48,17 +49,17 @@ def prepare_collective(call: fx.Node, comm: object, late: bool, spent: bool) -> 
         return None
     args = given(call)
     members = comm.members(args["axes"], late)
-    if members.count == 1 or not members.in_order or type_of(operands(call)[0]).dtype.is_complex:
+    dtype = type_of(operands(call)[0]).dtype
+    if members.count == 1 or not members.in_order or dtype.is_complex or dtype in FP8:
         return None
     if call.target is all_reduce:
         return _all_reduce(members.group, args["op"], spent)
     atoms, pos, shape = list(args["atoms"]), args["pos"], list(args["shape"])
-    itemsize = type_of(operands(call)[0]).dtype.itemsize
     if call.target is all_gather:
-        in_pieces = atoms[pos] * members.count == args["size"] and sent_at(atoms, pos, itemsize)
+        in_pieces = atoms[pos] * members.count == args["size"] and sent_at(atoms, pos, dtype.itemsize)
         return None if in_pieces else _all_gather(members.group, members.count, atoms, pos, args["size"], shape)
     chunk = [*atoms[:pos], -(-atoms[pos] // members.count), *atoms[pos + 1 :]]
-    if args.get("counts") or (chunk[pos] * members.count == atoms[pos] and sent_at(chunk, pos, itemsize)):
+    if args.get("counts") or (chunk[pos] * members.count == atoms[pos] and sent_at(chunk, pos, dtype.itemsize)):
         return None
     return _reduce_scatter(members.group, members.count, args["op"], atoms, pos, shape)
 

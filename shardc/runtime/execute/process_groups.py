@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import Exchange, landing
 from shardc.ir.ops.context import Sizes
+from shardc.ir.ops.scaled import FP8
 from shardc.torch_compat import (
     all_gather_pieces,
     all_gather_single,
@@ -95,7 +97,13 @@ class ProcessGroupCommunicator:
         """Start an exchange. The returned function waits for it and returns its result.
 
         On GPUs the caller's stream waits, not the caller. Until then the operand and the result stay allocated.
+        8-bit floats are moved as bytes: gloo does not know them.
         """
+        dtype = exchange.x.dtype
+        if dtype in FP8:
+            assert exchange.kind not in ("all_reduce", "reduce_scatter"), "no sums are computed in 8 bits"
+            arrived = self.begin(replace(exchange, x=exchange.x.contiguous().view(torch.uint8)))
+            return lambda: arrived().view(dtype)
         members = self.members(exchange.axes, exchange.late)
         match exchange.kind:
             case "all_reduce":
