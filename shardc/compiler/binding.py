@@ -137,7 +137,9 @@ def bind_quantize(plan: Plan) -> Quantize:
     """The pass that makes products of 8-bit floats, where a plan asks for them."""
     if plan.precision is None or (linear := plan.precision.linear) is None:
         return Quantize()
-    return Quantize(DTYPES[plan.precision.compute], linear.scale, FP8_DTYPES[linear.gradients], linear.keep)
+    return Quantize(
+        DTYPES[plan.precision.compute], linear.scale, FP8_DTYPES[linear.gradients], linear.history, linear.keep
+    )
 
 
 def bind_storage(storage: Storage, traced: Traced | Graph, mesh: Mesh) -> tuple[Store, frozenset[str]]:

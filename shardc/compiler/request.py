@@ -190,6 +190,8 @@ def compiled(request: Request) -> Compiled:
             refuses_drops=plan.experts.refuses_drops,
             together=int(placed != mesh),  # the cut of a pipeline keeps apart what different stages hold
         )
+    if not trains or optimizer is None:  # nothing is remembered from step to step
+        options = replace(options, quantize=replace(options.quantize, history=0))
     notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store)]
     notes += [*whole_gradients(plan), *without_gradient(traced)] if trains else _without_backward(plan)
     on = placed if request.like is None else request.like.body.mesh  # with its sub-axes

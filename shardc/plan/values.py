@@ -278,17 +278,20 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 
 
 FP8_DTYPES: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+MOST_HISTORY = 4096
 
 
 class Linear8(FrozenValue):
     """How products with weights are made of 8-bit floats; see shardc/passes/normalize/quantize.py.
 
-    `scale` is one a tensor or one a row, `gradients` the format of gradients; `keep` are patterns over modules whose
-    products stay wide. In short: fp8.
+    `scale` is one a tensor or one a row, `gradients` the format of gradients; `history` is of how many steps before
+    the largest elements of activations and gradients are, 0 for those of this step. `keep` are patterns over modules
+    whose products stay wide. In short: fp8.
     """
 
     scale: Literal["tensor", "row"] = "tensor"
     gradients: Literal["e5m2", "e4m3"] = "e5m2"
+    history: int = 0
     keep: tuple[Annotation, ...] = ()
 
     @model_validator(mode="before")
@@ -309,6 +312,13 @@ class Linear8(FrozenValue):
             if fields.get(key, choices[0]) not in choices:
                 message = f"'{key}' of linear should be {' or '.join(choices)}, not {fields[key]!r}"
                 raise error("SC208", message, hint=did_you_mean(str(fields[key]), choices, "choices"))
+        history = fields.get("history", 0)
+        if type(history) is not int or not 0 <= history <= MOST_HISTORY:
+            message = f"'history' of linear should be a number of steps from 0 to {MOST_HISTORY}, not {history!r}"
+            raise error("SC208", message, hint="write linear: {history: 16}")
+        if history and fields.get("scale") == "row":
+            message = "'history' of linear is of a whole tensor: rows of one step are not those of the next"
+            raise error("SC208", message, hint="leave out 'history', or 'scale: row'")
         return {**fields, "keep": _patterns(fields.get("keep", ()), info, "precision", "linear", "keep")}
 
     def dumped(self) -> object:

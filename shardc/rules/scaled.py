@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import torch
 
-from shardc.ir.ops.scaled import QUANTIZE, SCALE, SCALED_DGRAD, SCALED_LINEAR, SCALED_MM, SCALED_WGRAD
+from shardc.ir.ops.scaled import (
+    COUNT_AMAX,
+    INTERVALS,
+    PUSH_AMAX,
+    QUANTIZE,
+    SCALE,
+    SCALED_DGRAD,
+    SCALED_LINEAR,
+    SCALED_MM,
+    SCALED_WGRAD,
+)  # fmt: skip
 from shardc.rules.notation import Dims
 from shardc.rules.pointwise import aligned
 from shardc.rules.registry import rule
@@ -21,6 +31,8 @@ rule(
     examples=[((4, 6), (), WIDE), ((3, 4, 6), (3, 4, 1), WIDE), ((3, 4, 6), (1, 1, 6), WIDE)],
     kind="pointwise",
 )(aligned)
+rule(COUNT_AMAX, "() -> n", whole="n", examples=[((), torch.float8_e4m3fn)])
+rule(PUSH_AMAX, "h, n -> h", whole="h n", examples=[((16,), (INTERVALS,)), ((1,), (INTERVALS,))])
 
 
 def _scales(first: Dims, second: Dims, *rows: str) -> str:

@@ -372,8 +372,8 @@ def test_a_number_that_is_none_is_seen(value: float) -> None:
 
 # ---------------------------------------------------------------------------------------------- losses
 @pytest.mark.long
-@pytest.mark.parametrize("scale", ["tensor", "row"])
-def test_200_steps_follow_bfloat16(scale: str) -> None:
+@pytest.mark.parametrize("linear", [{}, {"scale": "row"}, {"history": 16}], ids=["tensor", "row", "history"])
+def test_200_steps_follow_bfloat16(linear: dict[str, Any]) -> None:
     """GPT-2 on real text, sharded: every loss within 1 % of bfloat16's."""
     arguments = ["--width", "32", "--heads", "2", "--layers", "1", "--batch", "8", "--seq", "32", "--steps", "200"]
     options = train_gpt2.options(arguments)
@@ -389,7 +389,7 @@ def test_200_steps_follow_bfloat16(scale: str) -> None:
         trainer = shardc.compile(model, batches[0], plan=plan, optimizer=optimizer).launch()
         return [float(trainer.step(batch).loss) for batch in batches]
 
-    half, eight = losses("bf16"), losses({"linear": {"scale": scale}})
+    half, eight = losses("bf16"), losses({"linear": linear})
     assert half[-1] < 0.6 * half[0]
     assert eight != half
     assert max(abs(a - b) / a for a, b in zip(half, eight, strict=True)) < 0.01
@@ -404,6 +404,7 @@ def test_200_steps_follow_bfloat16(scale: str) -> None:
             {"linear": {"scale": "row", "gradients": "e4m3", "keep": "**.down"}},
             "precision:\n  compute: bf16\n  linear:\n    scale: row\n    gradients: e4m3\n    keep:\n    - '**.down'\n",
         ),
+        ({"linear": {"history": 16}}, "precision:\n  compute: bf16\n  linear:\n    history: 16\n"),
     ],
 )
 def test_plans_round_trip(said: object, dumped: str) -> None:
@@ -418,6 +419,9 @@ def test_plans_round_trip(said: object, dumped: str) -> None:
         ({"linear": "fp4"}, "no 'fp4' to make linear products in"),
         ({"linear": {"scales": "row"}}, "'linear' has no key 'scales'"),
         ({"linear": {"scale": "block"}}, "'scale' of linear should be tensor or row, not 'block'"),
+        ({"linear": {"history": -1}}, "'history' of linear should be a number of steps from 0 to 4096, not -1"),
+        ({"linear": {"history": True}}, "'history' of linear should be a number of steps from 0 to 4096, not True"),
+        ({"linear": {"scale": "row", "history": 16}}, "'history' of linear is of a whole tensor"),
     ],
 )
 def test_plans_are_refused(said: object, message: str) -> None:

@@ -98,8 +98,8 @@ def spread_taps(lengths: list[int]) -> SpreadTaps:
     return SpreadTaps(frozenset(lengths))
 
 
-def quantize(compute: str, scale: Literal["tensor", "row"]) -> Quantize:
-    return Quantize(DTYPES[compute], scale)
+def quantize(compute: str, scale: Literal["tensor", "row"], history: int = 0) -> Quantize:
+    return Quantize(DTYPES[compute], scale, history=history)
 
 
 PASSES: Mapping[str, Callable[..., Pass]] = {

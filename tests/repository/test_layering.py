@@ -130,9 +130,9 @@ FLOORS: list[dict[str, str]] = [
             transfer_report
         """,
         "shardc.frontend": """
-            __init__ append buffer_writers buffers cached_model carried_state chunk_states cleanup evaluation_mode
-            expert_masks expert_notes expert_replay expert_rows experts_form function_caches gradients ingest
-            join_loads layer_drop library_experts library_masks lifted_casts local_mutation loop_body loop_notes
+            __init__ amax_history append buffer_writers buffers cached_model carried_state chunk_states cleanup
+            evaluation_mode expert_masks expert_notes expert_replay expert_rows experts_form function_caches gradients
+            ingest join_loads layer_drop library_experts library_masks lifted_casts local_mutation loop_body loop_notes
             loop_operations loop_shapes loop_source loop_values loss_gradients made_anew memory_writes model_changes
             model_outputs op_overrides optimizer optimizer_trace own_values precision program_inputs program_optimizers
             provenance python_random python_state rolled_loops row_selection row_wise sample_call sample_values

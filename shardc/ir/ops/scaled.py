@@ -9,6 +9,14 @@ The scale is a power of two, so that neither the division nor the product with i
 A NaN, and an infinity of amax, make the scale NaN and with it all numbers: a step that overflows is seen as such.
 In a run that computes in wide dtypes instead, the scale is 1 and nothing is rounded.
 
+Delayed scaling takes amax from the steps before. What is larger than s allows is cut, but for what is not finite:
+
+    s       = scale(amax(history), f8e4m3)         q = quantize(x, s, f8e4m3, True)
+    counts  = count_amax(amax(abs(x)), f8e4m3)     1 in the interval of this microbatch's amax: sums over microbatches
+    history = push_amax(history, counts)           the largest interval's last bfloat16, and all but the last before
+
+An interval has one scale for either format: their largest numbers are 0.875 of a power of two.
+
 Micikevicius et al. 2022, "FP8 formats for deep learning", has the two formats: e4m3 for weights and activations, e5m2
 for gradients.
 """
@@ -25,6 +33,10 @@ from kernels_triton.base.library import define
 from shardc.torch_compat import multiplies_fp8, scaled_mm
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+HISTORY = "fp8:"  # prefix of the state that has the largest elements of a value in the steps before
+COUNTS = "fp8_counts:"  # prefix of the output of a microbatch that becomes part of it
+GRADIENT = "gradient:"  # what follows either prefix, of a value that is a gradient
+INTERVALS = 512  # of amax: two for each exponent of float32
 LEAST = -126  # the exponent of the smallest scale, which is a normal float32, and so is its reciprocal
 
 
@@ -42,20 +54,50 @@ def _scale_fake(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return amax.new_empty(amax.shape, dtype=torch.float32 if dtype in FP8 else dtype)
 
 
-def _quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, delayed: bool = False) -> Tensor:
     if dtype not in FP8:
         return (x / scale).to(dtype).contiguous()
     most = torch.finfo(dtype).max
     wide = x if x.dtype == torch.bfloat16 else x.float()  # bfloat16 has float32's exponents: dividing is as exact
-    return (wide / scale.to(wide.dtype)).clamp_(-most, most).to(dtype).contiguous()
+    cut = (wide / scale.to(wide.dtype)).clamp_(-most, most)
+    if delayed:  # an infinity makes this scale no NaN
+        cut.masked_fill_(x.isinf(), torch.nan)
+    return cut.to(dtype).contiguous()
 
 
-def _quantize_fake(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _quantize_fake(x: Tensor, scale: Tensor, dtype: torch.dtype, delayed: bool = False) -> Tensor:
     return torch.empty(torch.broadcast_shapes(x.shape, scale.shape), dtype=dtype, device=x.device)
 
 
+def _count_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    index = torch.arange(INTERVALS, device=amax.device)
+    if dtype not in FP8:
+        return torch.zeros(INTERVALS, dtype=torch.float32, device=amax.device)
+    mantissa, exponent = torch.frexp(amax.float())
+    interval = 2 * (exponent.clamp(min=LEAST) - LEAST) + (mantissa > 0.875)
+    return ((index == interval) & torch.isfinite(mantissa) & (mantissa > 0)).float()
+
+
+def _push_amax(history: Tensor, counts: Tensor) -> Tensor:
+    index = torch.arange(INTERVALS, device=counts.device)
+    interval = torch.where(counts > 0, index, -1).amax()
+    ends = torch.where(interval % 2 == 1, 1 - 2.0**-8, 0.875).to(history.dtype)
+    largest = torch.ldexp(ends, interval.clamp(min=0) // 2 + LEAST)
+    return torch.where(interval < 0, history, torch.cat([largest.reshape(1), history[:-1]]))
+
+
 SCALE = define("scale(Tensor amax, ScalarType dtype) -> Tensor", _scale, _scale_fake)
-QUANTIZE = define("quantize(Tensor x, Tensor scale, ScalarType dtype) -> Tensor", _quantize, _quantize_fake)
+QUANTIZE = define(
+    "quantize(Tensor x, Tensor scale, ScalarType dtype, bool delayed=False) -> Tensor", _quantize, _quantize_fake
+)
+COUNT_AMAX = define(
+    "count_amax(Tensor amax, ScalarType dtype) -> Tensor",
+    _count_amax,
+    lambda amax, dtype: amax.new_empty((INTERVALS,), dtype=torch.float32),
+)
+PUSH_AMAX = define(
+    "push_amax(Tensor history, Tensor counts) -> Tensor", _push_amax, lambda history, counts: torch.empty_like(history)
+)
 
 
 def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:

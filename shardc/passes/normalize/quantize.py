@@ -11,6 +11,8 @@ amax is a maximum: over the axes that divide a tensor it is pending, and is reso
 ranks have one scale. Rounding goes element by element, so that 8-bit numbers are what is gathered, and what backward
 keeps.
 
+    history: 16     activations and gradients are scaled by the largest elements of so many steps before: by state
+
 Kept wide, by the graph's form: what no parameter is multiplied in, as attention; a parameter that is looked up, as an
 embedding, also where the head is tied to it; the last products before the loss, as the head; those whose result is
 ranked, as a router's; and what is not of the dtype that the plan computes in. `keep` names further modules.
@@ -31,10 +33,22 @@ from torch._ops import OpOverload
 
 from shardc.ir.annotation import Annotation
 from shardc.ir.diagnostic import Diagnostic, did_you_mean, error
-from shardc.ir.graph import Graph, info, op_name, operands, replace_operands, type_of
+from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, operands, replace_operands, set_info, type_of
 from shardc.ir.ops.experts import GROUP_ROWS
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
-from shardc.ir.ops.scaled import QUANTIZE, SCALE, SCALED_DGRAD, SCALED_LINEAR, SCALED_MM, SCALED_WGRAD
+from shardc.ir.ops.scaled import (
+    COUNT_AMAX,
+    COUNTS,
+    GRADIENT,
+    HISTORY,
+    INTERVALS,
+    QUANTIZE,
+    SCALE,
+    SCALED_DGRAD,
+    SCALED_LINEAR,
+    SCALED_MM,
+    SCALED_WGRAD,
+)  # fmt: skip
 from shardc.ir.types import TensorType
 from shardc.passes.base import Pass
 from shardc.passes.sharding.casts import CAST, gradients
@@ -71,6 +85,7 @@ class Quantize(Pass):
     compute: torch.dtype | None = None
     scale: Literal["tensor", "row"] = "tensor"
     gradients: torch.dtype = E5M2
+    history: int = 0
     keep: tuple[Annotation, ...] = ()
 
     def run(self, graph: Graph) -> Graph:
@@ -82,16 +97,17 @@ class Quantize(Pass):
             message = "no product is made of 8-bit floats: none has a weight that may be rounded"
             graph.diagnostics.append(Diagnostic("SC233", message, "warning", hint=hint))
             return graph
-        rounding = _Rounding(graph, self.scale, self.gradients, products)
+        rounding = _Rounding(graph, self.scale, self.gradients, self.history, products, _params(graph))
         for node in [node for node in graph.calls() if node in products]:
             rounding.replace(node)
+        rounding.finish()
         graph.erase_dead()
         return graph
 
     def _chosen(self, graph: Graph) -> dict[fx.Node, int | None]:
         """The products that are rounded, each with the place of the gradient that it reads: those of forward, and of
         backward those of the same parameters."""
-        params = {n for p, n in zip(graph.inputs, graph.placeholders, strict=True) if p.role == "param"}
+        params = _params(graph)
         products = [p for node in graph.calls() if (p := _with_weight(node, params)) is not None]
         forward = [p for p in products if info(p.node).phase == "fwd"]
         wide = _heads(graph, forward) | _routers(graph) | {p.node for p in forward if not self._fits(p.node)}
@@ -150,8 +166,11 @@ class _Rounding:
     graph: Graph
     scale: Literal["tensor", "row"]
     of_gradients: torch.dtype
+    history: int
     products: Mapping[fx.Node, int | None]
+    params: Collection[fx.Node]
     made: dict[_Key, tuple[fx.Node, fx.Node]] = field(default_factory=dict[_Key, tuple[fx.Node, fx.Node]])
+    counts: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])  # by what follows the port's prefix
 
     def replace(self, node: fx.Node) -> None:
         """Put a product of rounded operands in a product's place."""
@@ -159,7 +178,7 @@ class _Rounding:
         with graph.fx.inserting_before(node):
             gradient = self.products[node]
             rounded = [
-                self._of(node, value, dims, self.of_gradients if i == gradient else E4M3)
+                self._of(node, value, dims, i == gradient)
                 for i, (value, dims) in enumerate(zip(operands(node), _summed(node), strict=True))
             ]
             args = (*(q for q, _ in rounded), *(s for _, s in rounded), type_of(node).dtype)
@@ -167,19 +186,23 @@ class _Rounding:
             product = graph.call(SCALED[node.target], args, like=node, type=type_of(node), name=f"{name}.fp8")
         graph.replace_value(node, product)
 
-    def _of(
-        self, reader: fx.Node, value: fx.Node, summed: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[fx.Node, fx.Node]:
+    def finish(self) -> None:
+        """Return what histories are made of."""
+        graph = self.graph
+        graph.outputs = (*graph.outputs, *(Port("output", COUNTS + name) for name in self.counts))
+        graph.output_node.args = ((*graph.output_values, *self.counts.values()),)
+
+    def _of(self, reader: fx.Node, value: fx.Node, summed: tuple[int, ...], gradient: bool) -> tuple[fx.Node, fx.Node]:
         base = _base(value)
         if self.scale == "row":
-            return self._rounded(reader, value, summed, dtype)
-        q, s = self._rounded(reader, base, tuple(range(type_of(base).ndim)), dtype)
+            return self._rounded(reader, value, summed, gradient)
+        q, s = self._rounded(reader, base, tuple(range(type_of(base).ndim)), gradient)
         return self._turned(reader, value, base, q), s
 
     def _rounded(
-        self, reader: fx.Node, value: fx.Node, dims: tuple[int, ...], dtype: torch.dtype
+        self, reader: fx.Node, value: fx.Node, dims: tuple[int, ...], gradient: bool
     ) -> tuple[fx.Node, fx.Node]:
-        whole = self.scale == "tensor"
+        whole, dtype = self.scale == "tensor", self.of_gradients if gradient else E4M3
         key = value, dtype, () if whole else dims
         if key in self.made:
             return self.made[key]
@@ -194,10 +217,28 @@ class _Rounding:
 
         size = call(aten.abs.default, (value,), "abs", type.dtype, type.shape)
         amax = call(aten.amax.default, (size, list(dims), not whole), "amax", type.dtype, kept)
+        delayed = bool(self.history) and _parameter(value) not in self.params
+        if delayed:
+            about = (GRADIENT if gradient else "") + name
+            self.counts[about] = call(COUNT_AMAX, (amax, dtype), "counts", torch.float32, (INTERVALS,))
+            history = self._history(about, info(reader).fqn)
+            last = call(aten.amax.default, (history, [0], False), "history", torch.float32, ())
+            amax = call(aten.abs.default, (last,), "history", torch.float32, ())
         scale = call(SCALE, (amax, dtype), "scale", torch.float32, kept)
-        rounded = call(QUANTIZE, (value, scale, dtype), "fp8", dtype, type.shape)
+        arguments = (value, scale, dtype, True) if delayed else (value, scale, dtype)
+        rounded = call(QUANTIZE, arguments, "fp8", dtype, type.shape)
         self.made[key] = rounded, scale
         return rounded, scale
+
+    def _history(self, about: str, fqn: str) -> fx.Node:
+        """A new input: the largest elements of a value in steps before; what is no more than a guess is below 0."""
+        graph, port = self.graph, Port("state", HISTORY + about)
+        with graph.fx.inserting_after(graph.placeholders[-1]):
+            node = graph.fx.placeholder(f"{port.role}_{len(graph.inputs)}")
+        type = TensorType.plain(torch.float32, (self.history,))
+        set_info(node, ValueInfo(graph.unique(port.name), type, fqn=fqn))
+        graph.inputs = (*graph.inputs, port)
+        return node
 
     def _turned(self, reader: fx.Node, value: fx.Node, base: fx.Node, rounded: fx.Node) -> fx.Node:
         """The views that make `value` of its base, of the rounded base."""
@@ -228,6 +269,10 @@ def _base(value: fx.Node) -> fx.Node:
     while value.op == "call_function" and value.target in TURNS:
         (value,) = operands(value)
     return value
+
+
+def _params(graph: Graph) -> set[fx.Node]:
+    return {n for p, n in zip(graph.inputs, graph.placeholders, strict=True) if p.role == "param"}
 
 
 def _parameter(weight: fx.Node) -> fx.Node:

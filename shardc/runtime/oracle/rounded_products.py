@@ -109,7 +109,7 @@ class _Observer:
             return self.values[operands(operand)[0]].float()
         (source,) = operands(operand)
         x = self._wide(source).contiguous()
-        args, kwargs = fx.node.map_arg((operand.args, operand.kwargs), lambda _: x)
+        args, kwargs = fx.map_arg((operand.args, operand.kwargs), lambda _: x)
         return operand.target(*args, **kwargs)  # type: ignore[operator]
 
 
