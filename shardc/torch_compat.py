@@ -876,6 +876,18 @@ def fused_kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: 
     return FusedKernels(*(takes(call) for takes in can))
 
 
+def attention_switches() -> tuple[bool, ...]:
+    """What the user has switched on of what decides which of these kernels take a call."""
+    cuda = torch.backends.cuda
+    return (
+        cuda.cudnn_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cudnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
     """The random state that backward asks for and, without dropout, does not read."""
     return q.new_empty(2, dtype=torch.int64), q.new_empty((), dtype=torch.int64)
