@@ -27,6 +27,7 @@ from shardc.ir.microbatch import CACHE
 from shardc.ir.placement import P
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.late_gradients import LateGradients
+from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.fusion.fuse import Fuse
@@ -71,6 +72,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
         align=Align(plan.align, hardware),
         late=LateGradients(plan.overlap.late_gradients, hardware),
         bucket=Bucket(plan.bucket_bytes),
+        prefetch=Prefetch(plan.overlap.prefetch),
         fuse=Fuse(plan.fuse.enabled, plan.fuse.left, plan.fuse.templates, hardware),
     )
 

@@ -22,6 +22,7 @@ from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
 from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
+from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
@@ -74,6 +75,7 @@ class Options:
     align: Align = field(default_factory=Align)
     late: LateGradients = field(default_factory=LateGradients)
     bucket: Bucket = field(default_factory=Bucket)
+    prefetch: Prefetch = field(default_factory=Prefetch)
     fuse: Fuse = field(default_factory=lambda: Fuse(enabled=False))
     context: Context = field(default_factory=Context)
     hardware: Hardware = DEFAULT
@@ -118,7 +120,7 @@ def body_passes(
 
 def part_passes(options: Options) -> list[Pass]:
     """Every pass over what a rank runs, in order: its body, or each graph of each of its pipeline stages."""
-    return [options.align, Overlap(options.hardware), options.late, options.bucket, options.fuse]
+    return [options.align, Overlap(options.hardware), options.late, options.bucket, options.prefetch, options.fuse]
 
 
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:

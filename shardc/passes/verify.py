@@ -349,6 +349,7 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "overlap": (no_axis_twice, outputs_as_asked, groups_agree),
     "late_gradients": (no_axis_twice, outputs_as_asked, groups_agree),
     "bucket": (no_axis_twice, outputs_as_asked, buckets_match),
+    "prefetch": (no_axis_twice, outputs_as_asked, buckets_match),
     "online_softmax": (no_axis_twice, outputs_as_asked),
 }
 
@@ -358,5 +359,6 @@ PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "overlap": (same_interface, same_calls),
     "late_gradients": (same_interface, same_calls),
     "bucket": (same_interface,),
+    "prefetch": (same_interface, same_calls, collectives_in_order),
     "fuse": (same_interface, collectives_in_order, peak_within_bound),
 }

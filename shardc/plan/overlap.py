@@ -13,9 +13,11 @@ from shardc.plan.values import FrozenValue, source_of
 
 class Overlapping(FrozenValue):
     """`late_gradients`: products that make gradients of weights run behind the collectives of backward; see
-    passes/communication/late_gradients.py. In short: false, which is nothing of this, or true."""
+    passes/communication/late_gradients.py. `prefetch`: what gathers of parameters send is made when they may begin; see
+    passes/communication/prefetch.py. In short: false, which is nothing of this, or true."""
 
     late_gradients: bool = True
+    prefetch: bool = True
 
     @model_validator(mode="before")
     @classmethod

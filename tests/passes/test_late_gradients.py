@@ -104,11 +104,11 @@ def test_no_bit_changes(case: str) -> None:
     assert [info(n).name for n in late.body.calls()] != [info(n).name for n in before.body.calls()]
     report = late.verify()
     assert report.ok, str(report)
-    for one, other in zip(*(_results(program) for program in (late, before)), strict=True):
+    for one, other in zip(*(results_of(program) for program in (late, before)), strict=True):
         assert torch.equal(one, other)
 
 
-def _results(program: shardc.Program) -> list[Tensor]:
+def results_of(program: shardc.Program) -> list[Tensor]:
     tokens = torch.randint(0, SMALL.vocabulary, (4, SMALL.sequence), generator=torch.Generator().manual_seed(1))
     return _flat(simulate(program.body, program.inputs({"tokens": tokens, "targets": tokens.roll(-1, 1)})))
 

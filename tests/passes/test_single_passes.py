@@ -41,6 +41,7 @@ from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
 from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
+from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
@@ -136,6 +137,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "overlap": Overlap,
     "late_gradients": LateGradients,
     "bucket": Bucket,
+    "prefetch": Prefetch,
     "fuse": Fuse,
 }
 
