@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_step --gpus 1                     the rows of part B for one GPU
     python -m benchmarks.train_step --rows tp4-gpt-6.7b-slice --contestants ours-tp dtensor-tp-sp-async
-    python -m benchmarks.train_step --device cpu --tiny          a rehearsal of all rows over gloo; its times mean nothing
+    python -m benchmarks.train_step --device cpu --tiny          a rehearsal over gloo; its times mean nothing
     python -m benchmarks.train_step --summary LINES.jsonl        ratios, bars and misses of lines that were kept
 
 JSON lines: one of each job's circumstances, one a contestant of a row; then the summary. `benchmarks.train_step.rows`

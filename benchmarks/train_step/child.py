@@ -38,7 +38,7 @@ def main() -> int:
             continue
         now = time.monotonic()
         end = now + (began + asked.seconds - now) / (len(asked.rows) - number)  # a fair share of what is left
-        measured = Measured(row, device, agreement, tiny=asked.tiny, end=end, about={**about, "began": now})
+        measured = Measured(row, device, agreement, tiny=asked.tiny, end=end, about=about)
         measured.all(names, asked.rounds, asked.steps)
         del measured
     dist.destroy_process_group()

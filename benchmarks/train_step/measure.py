@@ -20,8 +20,8 @@ from torch import Tensor
 
 from benchmarks.train_step.job import Agreement, clear, clock, say, synchronize
 from benchmarks.train_step.models import MODELS, TINY_MODELS, loss_of
-from benchmarks.train_step.rows import CONTESTANTS, SLOW, Row
-from benchmarks.train_step.setting import LeftOut, Run, Setting, attention, optimizer_of, whole_loss
+from benchmarks.train_step.rows import CONTESTANTS, Row, later
+from benchmarks.train_step.setting import LeftOutError, Run, Setting, attention, optimizer_of, whole_loss
 
 PEAK = 989e12  # FLOP/s, dense bfloat16, of an H100 and H200
 LOSSES = 4
@@ -45,10 +45,17 @@ class Measured:
     """What one process measures of one row."""
 
     def __init__(
-        self, row: Row, device: torch.device, agreement: Agreement, *, tiny: bool, end: float, about: dict[str, object]
+        self,
+        row: Row,
+        device: torch.device,
+        agreement: Agreement,
+        *,
+        tiny: bool,
+        end: float,
+        about: Mapping[str, object],
     ) -> None:
         self.row, self.device, self.agreement, self.end, self.about = row, device, agreement, end, about
-        self.ranks = dist.get_world_size()
+        self.began, self.ranks = time.monotonic(), dist.get_world_size()
         model = (TINY_MODELS if tiny else MODELS)[row.model]
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         torch.manual_seed(0)
@@ -65,24 +72,34 @@ class Measured:
     def all(self, names: Sequence[str], rounds: int, steps: int) -> None:
         torch._dynamo.config.recompile_limit = 64  # of one layer's code, of which each compiled contestant has entries
         kept: dict[str, Kept] = {}
-        for some in ([n for n in names if n not in SLOW], [n for n in names if n in SLOW]):
-            new = [name for name in some if self._begin(name, kept)]
-            if not new:
-                continue
-            # Those that are built late run in turn with the first of ours.
-            turns = new if len(kept) == len(new) else [*[n for n in kept if n.startswith("ours")][:1], *new]
-            for name in turns:
-                kept[name] = replace(kept[name], each=[], free=[], clocks=[])
-            for _ in range(rounds):
-                if kept[turns[-1]].each and self.agreement.past(self.end):
-                    break
-                for name in turns:
-                    self._turn(kept[name], steps)
-            for name in turns:
-                say(self._found(name, kept[name], again=name not in new))
-        for one in kept.values():
-            one.run.close()
-        kept.clear()
+        waiting = [name for name in names if later(name)]
+        for name in names:
+            if name not in waiting and self._begin(name, kept, last=False) is None:
+                waiting.append(name)
+        self._rounds(kept, rounds, steps)
+        beside = next((name for name in kept if name.startswith("ours")), "")
+        for name in [name for name in kept if name != beside]:
+            self._end(kept, name)
+        for name in waiting:
+            if self._begin(name, kept, last=True):
+                self._rounds(kept, rounds, steps, again=beside)
+                self._end(kept, name)
+        if beside:
+            self._end(kept, beside)
+
+    def _rounds(self, kept: dict[str, Kept], rounds: int, steps: int, again: str = "") -> None:
+        for name, one in kept.items():
+            kept[name] = replace(one, each=[], free=[], clocks=[])
+        for _ in range(rounds):
+            if any(one.each for one in kept.values()) and self.agreement.past(self.end):
+                break
+            for one in kept.values():
+                self._turn(one, steps)
+        for name, one in kept.items():
+            say(self._found(name, one, again=name == again))
+
+    def _end(self, kept: dict[str, Kept], name: str) -> None:
+        kept.pop(name).run.close()
         clear(self.device)
 
     # ------------------------------------------------------------------ truth
@@ -124,26 +141,32 @@ class Measured:
         return losses
 
     # ------------------------------------------------------------------ one contestant
-    def _begin(self, name: str, kept: dict[str, Kept]) -> bool:
-        """Whether it is ready: built, compiled and right. Else a line says why not."""
+    def _begin(self, name: str, kept: dict[str, Kept], last: bool) -> bool | None:
+        """Whether it is ready: built, compiled and right. Else a line says why not; None if memory did not suffice
+        beside the others, and it is to be tried again."""
         where = {"row": self.row.name, "contestant": name}
-        if kept and self.agreement.past(self.end - (self.end - self.about["began"]) * 0.4):  # type: ignore[operator]
+        share = 0.15 if last else 0.4  # of the time that has to be left
+        if kept and self.agreement.past(self.end - (self.end - self.began) * share):
             say({**where, "left_out": "no time was left to build it"})
             return False
         say({**where, "begins": True})
         clear(self.device)
         before, start = self._allocated(), time.perf_counter()
-        run, failed, left_out = None, "", ""
+        run, failed, left_out, full = None, "", "", False
         row: dict[str, object] = {}
         try:
             run = CONTESTANTS[name](self.setting)
             row = self._checked(run)
             row["begun_s"] = round(time.perf_counter() - start, 1)
-        except LeftOut as why:
+        except LeftOutError as why:
             left_out = str(why)
+        except torch.OutOfMemoryError as problem:
+            failed, full = str(problem)[:300], not last
         except Exception as problem:
             failed = f"{type(problem).__name__}: {problem}".strip().splitlines()[0][:300]
             traceback.print_exc()
+        if self.agreement.any(full):
+            return None
         if self.agreement.any(bool(failed or left_out)):
             say({**where, **({"left_out": left_out} if left_out else {"failed": failed or "on another rank"})})
             if run is not None and not failed:
@@ -183,7 +206,8 @@ class Measured:
         batch = self.batches[0]
         begun = self._allocated()
         with attention(self.device):
-            one.run.step(batch)
+            for _ in range(2):
+                one.run.step(batch)
             if self.device.type == "cuda":
                 synchronize(self.device)
                 torch.cuda.reset_peak_memory_stats()

@@ -254,7 +254,8 @@ class Megatron(nn.Module):
         grads = [p.grad for p in self._replicated() if p.grad is not None]
         flat = torch.cat([g.flatten() for g in grads])
         dist.all_reduce(flat)
-        torch._foreach_copy_(grads, [f.view_as(g) for f, g in zip(flat.split([g.numel() for g in grads]), grads)])
+        sums = flat.split([g.numel() for g in grads])
+        torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(sums, grads, strict=True)])
 
     def gradients(self) -> Gradients:
         s, last, found = self.s, self.s.layers - 1, dict[str, Tensor]()

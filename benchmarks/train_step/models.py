@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,18 @@ class Model:
     def flops(self, sequences: int) -> float:
         """Of a step: forward and twice that for backward; causal attention counts as half."""
         return 3.0 * sequences * self.sequence * (2 * self.active + 2 * self.sequence * self.attended)
+
+
+def skip_masks() -> None:
+    """Hugging Face's models leave a mask to `is_causal`, also while torch.compile captures them.
+
+    They would be given one of [batch, 1, sequence, sequence], since they find out by values whether sequences are
+    packed, and dynamo before torch 2.14 says that it exports. Ours is traced without one, too.
+    """
+    library: Any = sys.modules.get("transformers.masking_utils")
+    if library is not None:
+        library.find_packed_sequence_indices = lambda position_ids: None
+        library.is_torchdynamo_exporting = lambda: False
 
 
 def loss_of(output: Any) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import shardc
-from benchmarks.train_step.setting import LeftOut, Run, Setting, optimizer_of
+from benchmarks.train_step.setting import LeftOutError, Run, Setting, optimizer_of
 
 SEQUENCE = "sequence parallelism"
 
@@ -27,9 +27,9 @@ def ours(setting: Setting, mesh: str, plan: Mapping[str, Any], graphs: bool = Fa
     more: dict[str, Any] = {}
     if graphs:
         if "graphs" not in inspect.signature(program.launch).parameters:
-            raise LeftOut("launch has no CUDA graphs")
+            raise LeftOutError("launch has no CUDA graphs")
         if not setting.on_gpu:
-            raise LeftOut("CUDA graphs need a GPU")
+            raise LeftOutError("CUDA graphs need a GPU")
         more["graphs"] = True
     trainer = program.launch(state=setting.state, device=setting.device.type, timeout=120, **more)
     about: dict[str, object] = {
@@ -49,7 +49,7 @@ def tensor(setting: Setting, fuse: bool = True, sequence: bool = False, graphs: 
     plan: dict[str, Any] = {"params": setting.model.params, "fuse": fuse, "bucket": True}
     if sequence:
         if not setting.model.sequence_parallel:
-            raise LeftOut(f"no plan of {SEQUENCE} for {setting.model.name}")
+            raise LeftOutError(f"no plan of {SEQUENCE} for {setting.model.name}")
         plan["activations"] = setting.model.sequence_parallel
     return ours(setting, f"tp={setting.ranks}", plan, graphs)
 

@@ -10,16 +10,12 @@ from torch import Tensor, nn
 
 from benchmarks.train_step.models import Batch, loss_of
 from benchmarks.train_step.setting import Gradients, Run, Setting, compiler, optimizer_of
-from shardc import torch_compat
 
 
 def stepping(
     setting: Setting, model: nn.Module, *, part: bool = False, names: Callable[[str], str] = lambda name: name
 ) -> Run:
-    """Forward, backward and, if asked for, torch's fused AdamW. `part`: of this rank's part of the batch.
-
-    Hugging Face's models are called under the patches that ours are traced with.
-    """
+    """Forward, backward and, if asked for, torch's fused AdamW. `part`: of this rank's part of the batch."""
     optimizer = optimizer_of(model, fused=True) if setting.optimizer else None
 
     def rest() -> None:
@@ -30,8 +26,7 @@ def stepping(
         rest()
         if part:
             batch = {name: x.chunk(setting.ranks)[setting.rank] for name, x in batch.items()}
-        with torch_compat.hugging_face_patches(model):
-            loss = loss_of(model(**batch))
+        loss = loss_of(model(**batch))
         loss.backward()
         if optimizer is not None:
             optimizer.step()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from benchmarks.measured_models import Decoder
 from benchmarks.train_step.models import Batch
-from benchmarks.train_step.setting import Gradients, LeftOut, Run, Setting, compiler, optimizer_of
+from benchmarks.train_step.setting import Gradients, LeftOutError, Run, Setting, compiler, optimizer_of
 
 # Layers of each stage, by layers and stages: the embedding's and the head's stages have fewer, as measured best.
 LAYERS = {(24, 4): [7, 6, 6, 5], (24, 8): [4, 3, 3, 2, 3, 3, 3, 3]}
@@ -52,7 +52,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def pipeline(setting: Setting, schedule: str, compile: bool = False) -> Run:
     if setting.model.sizes is None:
-        raise LeftOut("its stages are cut for the recorded models alone")
+        raise LeftOutError("its stages are cut for the recorded models alone")
     made = getattr(pipelining, f"Schedule{schedule}", None) or getattr(pipelining.schedules, f"Schedule{schedule}")
     several = issubclass(made, pipelining.schedules.PipelineScheduleMulti)
     ranks, rank, layers = setting.ranks, setting.rank, setting.model.layers

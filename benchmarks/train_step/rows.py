@@ -14,13 +14,24 @@ CONTESTANTS: dict[str, Callable[[Setting], Run]] = {
     **tensor_parallel_peers.CONTESTANTS,
     **pipeline_peers.CONTESTANTS,
 }
-SLOW = ("autotuned",)  # to build: begun when the others have been measured
-
-ALONE = ("ours-fused", "compiled", "ours", "eager", "ours-fused-graphs", "autotuned")
-TENSOR = ("ours-tp", "ours-tp-sp", "dtensor-tp-sp-async", "dtensor-tp-sp", "dtensor-tp", "megatron-tp-sp", "megatron-tp", "ours-tp-plain", "ours-tp-graphs")  # fmt: skip
+ALONE = ("ours-fused", "compiled", "eager", "ours", "ours-fused-graphs", "autotuned")
+TENSOR = (
+    *("ours-tp", "ours-tp-sp"),
+    *("dtensor-tp-sp-async", "dtensor-tp-sp", "dtensor-tp", "megatron-tp-sp", "megatron-tp"),
+    *("ours-tp-plain", "ours-tp-graphs"),
+)
 DATA = ("ours-dp", "ddp-compiled", "ddp", "ours-dp-plain", "ours-dp-graphs")
 ZERO = ("ours-zero3", "fsdp2-compiled", "fsdp2", "fsdp2-compiled-prefetch", "ours-zero3-plain")
-PIPELINE = ("ours-pp-1f1b", "ours-pp-zb-h1", "ours-pp-auto", "ours-pp-interleaved", "torch-pp-1f1b", "torch-pp-interleaved", "torch-pp-1f1b-compiled", "torch-pp-zbv")  # fmt: skip
+PIPELINE = (
+    *("ours-pp-1f1b", "ours-pp-zb-h1", "ours-pp-auto", "ours-pp-interleaved"),
+    *("torch-pp-1f1b-compiled", "torch-pp-1f1b", "torch-pp-interleaved", "torch-pp-zbv"),
+)
+
+
+def later(name: str) -> bool:
+    """Whether a contestant is measured when the others are done, beside the first of ours: ours in other forms, each of
+    which keeps its memory of activations, and what is slow to build."""
+    return name in ("ours", "autotuned") or name.endswith(("-plain", "-graphs"))
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,9 @@ def _said(line: Line) -> str:
     rounds = line["rounds_ms"]
     memory = f" {line['peak_gib']:6.2f} GiB" if "peak_gib" in line else ""
     told = f" (told {line['reported_peak_gib']})" if "reported_peak_gib" in line else ""
-    again = ", again" if line.get("again") else ""
-    return f"  {name:26} {line['median_ms']:9.2f} ms ({min(rounds):.2f} to {max(rounds):.2f}), free {line['free_ms']:9.2f}{memory}{told}{again}"
+    told += ", again" if line.get("again") else ""
+    taken = f"{line['median_ms']:9.2f} ms ({min(rounds):.2f} to {max(rounds):.2f}), free {line['free_ms']:9.2f}"
+    return f"  {name:26} {taken}{memory}{told}"
 
 
 def ours(line: Line) -> bool:
@@ -55,10 +56,8 @@ def _ratios(measured: Sequence[Line]) -> list[str]:
     ratio, free = peer["median_ms"] / best["median_ms"], peer["free_ms"] / best["free_ms"]
     bar = best.get("bar")
     verdict = "" if bar is None else f", bar {bar}: " + ("met" if ratio >= bar else f"missed by {1 - ratio / bar:.1%}")
-    said = [
-        f"  {peer['contestant']} / {best['contestant']} = {ratio:.3f} ({min(turns):.3f} to {max(turns):.3f}),"
-        f" free {free:.3f}{verdict}"
-    ]
+    pair = f"{peer['contestant']} / {best['contestant']}"
+    said = [f"  {pair} = {ratio:.3f} ({min(turns):.3f} to {max(turns):.3f}), free {free:.3f}{verdict}"]
     if "peak_gib" in best:
         leanest = min(theirs, key=lambda line: line["peak_gib"])
         said.append(f"  memory: {best['peak_gib'] / leanest['peak_gib']:.2f} of {leanest['contestant']}'s, bar 1.05")

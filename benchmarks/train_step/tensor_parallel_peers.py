@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.measured_models import Block, Decoder
 from benchmarks.train_step.megatron import Megatron
 from benchmarks.train_step.models import Batch
-from benchmarks.train_step.setting import Gradients, LeftOut, Run, Setting, compiler, optimizer_of
+from benchmarks.train_step.setting import Gradients, LeftOutError, Run, Setting, compiler, optimizer_of
 
 
 def dtensor(setting: Setting, sequence: bool = False, asynchronous: bool = False, compile: bool = True) -> Run:
@@ -35,9 +35,9 @@ def dtensor(setting: Setting, sequence: bool = False, asynchronous: bool = False
 
     model, ranks = setting.build(), setting.ranks
     if not isinstance(model, Decoder):
-        raise LeftOut("only the recorded models are parallelized by hand")
+        raise LeftOutError("only the recorded models are parallelized by hand")
     if asynchronous and not setting.on_gpu:
-        raise LeftOut("asynchronous tensor parallelism needs GPUs")
+        raise LeftOutError("asynchronous tensor parallelism needs GPUs")
     mesh = init_device_mesh(setting.device.type, (ranks,), mesh_dim_names=("tp",))
     between = Shard(1) if sequence else Replicate()
     s = model.size
@@ -66,7 +66,7 @@ def dtensor(setting: Setting, sequence: bool = False, asynchronous: bool = False
         if not s.gated:
             model.pos = nn.Parameter(model.pos.detach().chunk(ranks)[setting.rank].clone())
     parallelize_module(model, mesh, outer)
-    backend = compiler(setting)
+    backend = compiler(setting, subclasses=True)
     for block in model.blocks if compile else ():
         block.compile(fullgraph=True, dynamic=False, backend=backend)
     groups = [[p for p in model.parameters() if isinstance(p, DTensor) is kind] for kind in (True, False)]
@@ -117,7 +117,7 @@ def _adamw(groups: list[list[Tensor]]) -> torch.optim.AdamW:
 
 def megatron(setting: Setting, sequence: bool = False) -> Run:
     if setting.model.sizes is None:
-        raise LeftOut("written for the recorded models alone")
+        raise LeftOutError("written for the recorded models alone")
     model = Megatron(setting, sequence)
     optimizer = optimizer_of(model, fused=True) if setting.optimizer else None
 
