@@ -110,9 +110,7 @@ def earliest_places(calls: Sequence[CallSlots], first: int, last: int) -> dict[i
 
 def schedule_of(listed: SlottedCalls) -> list[Action]:
     """The actions of a whole graph: those before its microbatches, those of one, and those of the step."""
-    calls, (first, last) = listed.calls, (listed.repeated.start, listed.repeated.stop)
-    sections = ((0, first), (first, last), (last, len(calls)))
-    return [action for begin, end in sections for action in schedule_overlap(calls, begin, end)]
+    return [action for part in listed.sections for action in schedule_overlap(listed.calls, part.start, part.stop)]
 
 
 def sums_gradients(node: fx.Node) -> bool:

@@ -41,8 +41,8 @@ class Prefetch(Pass):
         listed = slotted_calls(graph)
         calls = [call.node for call in listed.calls]
         made_before: dict[fx.Node, list[fx.Node]] = {}
-        for first, last in ((0, listed.repeated), (listed.repeated, len(calls))):
-            for index, place in earliest_places(listed.calls, first, last).items():
+        for part in listed.sections:
+            for index, place in earliest_places(listed.calls, part.start, part.stop).items():
                 if KINDS.get(op_name(calls[index].target)) == "all_gather" and info(calls[index]).phase != "opt":
                     made_before.setdefault(calls[place], []).extend(v for v in operands(calls[index]) if v in weights)
         placed = set[fx.Node]()
