@@ -31,7 +31,7 @@ def beside(graph: Graph) -> list[Beside]:
     steps = steps_of(graph)
     under_way: dict[fx.Node, list[fx.Node]] = {}
     rows: list[Beside] = []
-    for action in (*steps.repeated, *steps.once):
+    for action in (*steps.before, *steps.repeated, *steps.once):
         node = steps.calls[action.at]
         sent = collective(graph, node)
         if action.kind == "begin":
