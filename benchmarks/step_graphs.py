@@ -26,7 +26,7 @@ from torch import Tensor
 import shardc
 from benchmarks.gpt import Shape
 from benchmarks.own_steps import PRECISION
-from benchmarks.training_runs import optimizer_of
+from benchmarks.train_step.setting import optimizer_of
 from shardc.runtime.train.trainer import Trainer
 from tests.ports import free_port
 
