@@ -31,6 +31,7 @@ SHAPES = (
 BESIDE = 2**20, 2**22, 2**24  # bytes of collectives beside work on a CPU
 UNITS = {"cpu": (2, 6, 20), "cuda": (1, 4, 16, 64)}  # of work between two meetings: so many times 1.5 and 0.8 ms
 PIECES = 4  # calls of `_work` in a unit
+TURNS = 3  # of work without a meeting, and with one
 BEHIND = 3  # collectives in the background
 SUMS = "all_reduce", "all_gather"
 MET = 2**10, 2**18  # bytes of the collectives that ranks meet at
@@ -139,10 +140,10 @@ class Peers:
         times = max(3, min(20, int(share / (BEHIND * collective))))
 
         def against(work: Call) -> tuple[float, float, float]:
-            alone = timed(work, share, self.device, together).median
+            typical = timed(work, share, self.device, together).median
             # All of them end before the collectives do, which they begin after.
-            runs = max(1, int((BEHIND - 1) * collective / alone))
-            return alone, *self._beside(work, runs, x, group, together, times)
+            runs = max(1, int((BEHIND - 1) * collective / typical))
+            return self._beside(work, runs, x, group, together, times)
 
         for rows, columns, depth in SHAPES:
             a = torch.randn(rows, depth, device=self.device, dtype=torch.bfloat16)
@@ -156,17 +157,20 @@ class Peers:
 
     def _beside(
         self, work: Call, runs: int, x: torch.Tensor, group: Any, together: Together, times: int
-    ) -> tuple[float, float]:
+    ) -> tuple[float, float, float]:
+        """Seconds of the work alone, beside collectives, and of a collective beside the work. With and without in turn:
+        a GPU that has long been at work is slower, for want of power."""
         side = torch.cuda.Stream()
-        working, sending = list[float](), list[float]()
-        for _ in range(times):
+        working: dict[int, list[float]] = {0: [], BEHIND: []}
+        sending = list[float]()
+        for behind in (0, BEHIND) * times:
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             torch.cuda.synchronize()
             together.barrier()
             with torch.cuda.stream(side):
                 dist.all_reduce(x, group=group)  # by its end all ranks have come
                 events[0].record()
-                for _ in range(BEHIND):
+                for _ in range(behind):
                     dist.all_reduce(x, group=group)
                 events[1].record()
             torch.cuda.current_stream().wait_event(events[0])
@@ -176,9 +180,11 @@ class Peers:
                 work()
             end.record()
             torch.cuda.synchronize()
-            working.append(begin.elapsed_time(end) * 1e-3 / runs)
-            sending.append(events[0].elapsed_time(events[1]) * 1e-3 / BEHIND)
-        return _middle(together.slowest(working)), _middle(together.slowest(sending))
+            working[behind].append(begin.elapsed_time(end) * 1e-3 / runs)
+            if behind:
+                sending.append(events[0].elapsed_time(events[1]) * 1e-3 / behind)
+        alone, beside, sent = (_middle(together.slowest(of)) for of in (*working.values(), sending))
+        return alone, beside, sent
 
     # ------------------------------------------------------------------ ranks that meet
     def _work(self) -> Call:
@@ -245,7 +251,7 @@ class Peers:
             call = self.call("all_reduce", size, self.world, group)
             collective = timed(call, left / 8, self.device, together).median
             typical = timed(work, left / 8, self.device, together).median
-            count = round(self.told(max(3.0, min(200.0, left / 3 / (units * PIECES * typical))), control))
+            count = round(self.told(max(3.0, min(200.0, left / 3 / TURNS / (units * PIECES * typical))), control))
 
             def piece(units: int = units) -> None:
                 for _ in range(units * PIECES):
@@ -255,13 +261,15 @@ class Peers:
                 piece()
                 call()
 
-            # What a rank takes by itself: the mean, since each waits for the other in turn.
-            computed = self.mean(once(piece, count, together), control)
-            took = self.mean(once(met, count, together), control)
+            # In turn, as a device changes its speed. A rank by itself: the mean, since each waits for the other.
+            computed, took = list[float](), list[float]()
+            for _ in range(TURNS):
+                computed.append(self.mean(once(piece, count, together), control))
+                took.append(self.mean(once(met, count, together), control))
             times = {
-                "computed_us": computed * 1e6,
-                "alone_us": (computed + collective) * 1e6,
-                "together_us": took * 1e6,
+                "computed_us": _middle(computed) * 1e6,
+                "alone_us": (_middle(computed) + collective) * 1e6,
+                "together_us": _middle(took) * 1e6,
             }
             yield {"kind": "meeting", "bytes": size, **times}
 
