@@ -38,7 +38,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of a round: so many synchronised, and as many free")
     parser.add_argument("--seconds", type=float, default=540.0, help="in which all must be done")
-    parser.add_argument("--stall", type=float, default=240.0, help="seconds without a line after which a job is ended")
+    parser.add_argument("--stall", type=float, default=300.0, help="seconds without a line after which a job is ended")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="small models, at most 2 processes")
     parser.add_argument("--out", type=Path, help="also write the lines to this file")

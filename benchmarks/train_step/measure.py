@@ -208,20 +208,21 @@ class Measured:
         with attention(self.device):
             for _ in range(2):
                 one.run.step(batch)
+            self._settle(one.run)
             if self.device.type == "cuda":
-                synchronize(self.device)
                 torch.cuda.reset_peak_memory_stats()
             each: list[float] = []
             for _ in range(steps):
                 self._meet()
                 start = time.perf_counter()
                 one.run.step(batch)
-                synchronize(self.device)
+                self._settle(one.run)
                 each.append(time.perf_counter() - start)
             self._meet()
             free = self._free(one.run, batch, steps)
         if self.device.type == "cuda":
-            one.peak = max(one.peak, torch.cuda.max_memory_allocated() - begun + one.held)
+            peak = torch.cuda.max_memory_allocated() - begun + one.held if one.run.peak is None else one.run.peak()
+            one.peak = max(one.peak, peak)
             if (rate := clock()) is not None:
                 one.clocks.append(rate)
         one.run.rest()
@@ -230,10 +231,11 @@ class Measured:
         one.free.append(free)
 
     def _free(self, run: Run, batch: Mapping[str, Tensor], steps: int) -> float:
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or run.settle is not None:
             start = time.perf_counter()
             for _ in range(steps):
                 run.step(batch)
+            self._settle(run)
             return (time.perf_counter() - start) / steps
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
@@ -246,6 +248,11 @@ class Measured:
     def _meet(self) -> None:
         synchronize(self.device)
         dist.barrier(group=self.agreement.group)
+
+    def _settle(self, run: Run) -> None:
+        if run.settle is not None:
+            run.settle()
+        synchronize(self.device)
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0

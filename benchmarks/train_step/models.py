@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Model:
     checked: tuple[str, ...]
     params: Mapping[str, str] = field(default_factory=dict[str, str])  # of tensor parallelism by shardc
     sequence_parallel: Mapping[str, str] = field(default_factory=dict[str, str])
+    experts: Mapping[str, str] = field(default_factory=dict[str, str])  # the same of expert parallelism
     sizes: Sizes | None = None
 
     def build(self, dtype: torch.dtype) -> nn.Module:
@@ -104,7 +105,7 @@ def decoder(name: str, sizes: Sizes) -> Model:
         ),
         {"tok.weight": "tp, -", "head.weight": "tp, -"} | {f"**.{name}.weight": "tp, -" for name in columns},
         {"blocks.*": "-, tp, -", "tok": "-, tp, -"},
-        sizes,
+        sizes=sizes,
     )
 
 
@@ -130,10 +131,67 @@ def gpt2(shape: Shape) -> Model:
     )
 
 
-MODELS = {name: decoder(name, sizes) for name, sizes in SIZES.items()} | {"gpt2": gpt2(GPTS["gpt2"])}
+def mixtral(sizes: Mapping[str, int], sequence: int) -> Model:
+    """Experts of Mixtral's form, few and small enough for one GPU."""
+
+    def made() -> nn.Module:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        return MixtralForCausalLM(MixtralConfig(**sizes, use_cache=False))
+
+    width, layers, hidden = (sizes[key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size"))
+    narrow = width // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
+    layer = 2 * width * (width + narrow) + 3 * sizes["num_experts_per_tok"] * width * hidden
+    return Model(
+        "mixtral",
+        made,
+        ("input_ids", "labels"),
+        sequence,
+        sizes["vocab_size"],
+        "model.layers",
+        layers,
+        layers * layer + sizes["vocab_size"] * width,
+        layers * width,
+        (
+            "model.layers.0.self_attn.q_proj.weight",
+            "model.layers.0.mlp.experts.gate_up_proj",
+            f"model.layers.{layers - 1}.mlp.experts.down_proj",
+            "model.norm.weight",
+        ),
+        experts={"**.experts.gate_up_proj": "ep, -, -", "**.experts.down_proj": "ep, -, -"},
+    )
+
+
+MIXTRAL = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
+TINY_MIXTRAL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 64,
+}
+MODELS = {name: decoder(name, sizes) for name, sizes in SIZES.items()} | {
+    "gpt2": gpt2(GPTS["gpt2"]),
+    "mixtral": mixtral(MIXTRAL, 2048),
+}
 TINY_SIZES = {
     "gpt-1.3b": Sizes(4, 32, 4, 4, 64, 16, 64),
-    "gpt-6.7b-slice": Sizes(2, 32, 4, 4, 64, 16, 64),
-    "llama3-8b-slice": Sizes(2, 32, 4, 2, 48, 16, 64, gated=True),
+    "gpt-6.7b-slice": Sizes(1, 32, 4, 4, 64, 16, 64),
+    "llama3-8b-slice": Sizes(1, 32, 4, 2, 48, 16, 64, gated=True),
 }
-TINY_MODELS = {name: decoder(name, sizes) for name, sizes in TINY_SIZES.items()} | {"gpt2": gpt2(TINY["gpt2"])}
+TINY_MODELS = {name: decoder(name, sizes) for name, sizes in TINY_SIZES.items()} | {
+    "gpt2": gpt2(replace(TINY["gpt2"], layers=1)),
+    "mixtral": mixtral(TINY_MIXTRAL, 16),
+}

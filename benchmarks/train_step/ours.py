@@ -76,6 +76,20 @@ def context(setting: Setting, attention: str = "auto", fuse: bool = True) -> Run
     return ours(setting, f"dp=1, cp={setting.ranks}", plan)
 
 
+def experts(setting: Setting, dispatch: str = "all_to_all", fuse: bool = True) -> Run:
+    """Experts over the axis of the batch."""
+    if not setting.model.experts:
+        raise LeftOutError(f"{setting.model.name} has no experts")
+    plan: dict[str, Any] = {
+        "inputs": dict.fromkeys(setting.sample, "ep, -"),
+        "params": setting.model.experts,
+        "experts": dispatch,
+        "fuse": fuse,
+        "bucket": True,
+    }
+    return ours(setting, f"ep={setting.ranks}", plan)
+
+
 CONTESTANTS: dict[str, Callable[[Setting], Run]] = {
     "ours": partial(alone, fuse=False),
     "ours-fused": alone,
@@ -94,4 +108,6 @@ CONTESTANTS: dict[str, Callable[[Setting], Run]] = {
     "ours-pp-zb-h1": partial(pipeline, schedule="zb-h1"),
     "ours-pp-auto": partial(pipeline, schedule="auto"),
     "ours-cp": context,
+    "ours-ep": experts,
+    "ours-ep-gathered": partial(experts, dispatch="all_gather"),
 }

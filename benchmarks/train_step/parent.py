@@ -50,9 +50,9 @@ def _jobs(asked: argparse.Namespace, rows: list[Row], ranks: int, end: float, li
     }
     while left:
         skipped = [f"{row.name}/{name}" for row in rows for name in row.contestants if (row.name, name) not in left]
-        code, begun, found = _job(asked, rows, ranks, skipped, end)
-        for line in found:
-            _keep(asked, lines, line)
+        before = len(lines)
+        code, begun = _job(asked, rows, ranks, skipped, end, lines)
+        found = lines[before:]
         left -= {(line["row"], line["contestant"]) for line in found if "contestant" in line}
         if code == 0:
             return
@@ -77,9 +77,9 @@ def _keep(asked: argparse.Namespace, lines: Lines, line: dict[str, Any]) -> None
 
 
 def _job(
-    asked: argparse.Namespace, rows: list[Row], ranks: int, skipped: list[str], end: float
-) -> tuple[int, tuple[str, str], Lines]:
-    """Its exit code, the contestant that began last, and its lines."""
+    asked: argparse.Namespace, rows: list[Row], ranks: int, skipped: list[str], end: float, lines: Lines
+) -> tuple[int, tuple[str, str]]:
+    """Its exit code, and the contestant that began last; its lines are kept as they come."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "benchmarks.train_step.child", "--rows", *[row.name for row in rows], "--device", asked.device]
     command += ["--rounds", str(asked.rounds), "--steps", str(asked.steps), "--seconds", str(end - time.monotonic())]
@@ -96,16 +96,16 @@ def _job(
         read.put(None)
 
     threading.Thread(target=reader, daemon=True).start()
-    begun, found = ("", ""), Lines()
+    begun = ("", "")
     while True:
         try:
             text = read.get(timeout=max(min(asked.stall, end + 30 - time.monotonic()), 1))
         except Empty:
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
-            return -signal.SIGKILL, begun, found
+            return -signal.SIGKILL, begun
         if text is None:
-            return job.wait(), begun, found
+            return job.wait(), begun
         if not text.startswith("{"):
             print(text, end="", flush=True)
             continue
@@ -113,4 +113,4 @@ def _job(
         if line.get("begins"):
             begun = (line["row"], line["contestant"])
         else:
-            found.append(line)
+            _keep(asked, lines, line)

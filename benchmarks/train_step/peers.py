@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from benchmarks.train_step.models import Batch, loss_of
-from benchmarks.train_step.setting import Gradients, Run, Setting, compiler, optimizer_of
+from benchmarks.train_step.setting import Gradients, Run, Setting, compiler, nothing, optimizer_of
 
 
 def stepping(
-    setting: Setting, model: nn.Module, *, part: bool = False, names: Callable[[str], str] = lambda name: name
+    setting: Setting,
+    model: nn.Module,
+    *,
+    parts: Callable[[Batch], AbstractContextManager[Batch]] | None = None,
+    divided: bool = False,
+    summed: Callable[[], None] = nothing,
+    names: Callable[[str], str] = lambda name: name,
 ) -> Run:
-    """Forward, backward and, if asked for, torch's fused AdamW. `part`: of this rank's part of the batch."""
+    """Forward, backward and, if asked for, torch's fused AdamW.
+
+    `parts` gives this rank's part of a batch; `divided` says that gradients are then summed over ranks, not averaged,
+    and `summed` waits for it.
+    """
     optimizer = optimizer_of(model, fused=True) if setting.optimizer else None
+    share = 1 / setting.ranks if divided else 1.0
 
     def rest() -> None:
         for p in model.parameters():
@@ -24,10 +38,10 @@ def stepping(
 
     def step(batch: Batch) -> Tensor:
         rest()
-        if part:
-            batch = {name: x.chunk(setting.ranks)[setting.rank] for name, x in batch.items()}
-        loss = loss_of(model(**batch))
-        loss.backward()
+        with nullcontext(batch) if parts is None else parts(batch) as own:
+            loss = loss_of(model(**own))
+            (loss if share == 1 else loss * share).backward()
+        summed()
         if optimizer is not None:
             optimizer.step()
         return loss.detach()
@@ -36,10 +50,15 @@ def stepping(
         found: dict[str, Tensor] = {}
         for name, p in model.named_parameters():
             if (name := names(name)) in setting.model.checked and p.grad is not None:
-                found[name] = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad  # type: ignore[operator]
+                found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         return found
 
-    return Run(step, gradients, local=part, rest=rest)
+    return Run(step, gradients, local=parts is not None, rest=rest)
+
+
+def own_part(setting: Setting) -> Callable[[Batch], AbstractContextManager[Batch]]:
+    """A rank's sequences."""
+    return lambda batch: nullcontext({name: x.chunk(setting.ranks)[setting.rank] for name, x in batch.items()})
 
 
 def eager(setting: Setting) -> Run:
@@ -55,14 +74,14 @@ def compiled(setting: Setting, mode: str = "default") -> Run:
 
 def ddp(setting: Setting, compile: bool = False) -> Run:
     """Compiled from the outside: torch then cuts the graph where buckets end, so that they are sent during backward."""
-    spread = nn.parallel.DistributedDataParallel(
+    model: Any = nn.parallel.DistributedDataParallel(
         setting.build(), device_ids=[setting.device] if setting.on_gpu else None, gradient_as_bucket_view=True
     )
-    model = spread
     if compile:
-        model = torch.compile(spread, dynamic=False, backend=compiler(setting))
+        model = torch.compile(model, dynamic=False, backend=compiler(setting))
+    named = ("_orig_mod.", "module.")
     return stepping(
-        setting, model, part=True, names=lambda name: name.removeprefix("_orig_mod.").removeprefix("module.")
+        setting, model, parts=own_part(setting), names=lambda name: name.removeprefix(named[0]).removeprefix(named[1])
     )
 
 
@@ -86,7 +105,7 @@ def fsdp2(setting: Setting, compile: bool = False, prefetch: int = 0) -> Run:
             block.set_modules_to_forward_prefetch(ahead)  # type: ignore[operator]
         if ahead := blocks[max(number - prefetch, 0) : number][::-1]:
             block.set_modules_to_backward_prefetch(ahead)  # type: ignore[operator]
-    return stepping(setting, model, part=True)
+    return stepping(setting, model, parts=own_part(setting))
 
 
 CONTESTANTS: dict[str, Callable[[Setting], Run]] = {

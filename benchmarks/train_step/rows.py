@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from benchmarks.train_step import ours, peers, pipeline_peers, tensor_parallel_peers
+from benchmarks.train_step import context_peers, jax_peer, ours, peers, pipeline_peers, tensor_parallel_peers
 from benchmarks.train_step.setting import Run, Setting
 
 CONTESTANTS: dict[str, Callable[[Setting], Run]] = {
     **ours.CONTESTANTS,
     **peers.CONTESTANTS,
     **tensor_parallel_peers.CONTESTANTS,
+    **context_peers.CONTESTANTS,
+    **jax_peer.CONTESTANTS,
     **pipeline_peers.CONTESTANTS,
 }
-ALONE = ("ours-fused", "compiled", "eager", "ours", "ours-fused-graphs", "autotuned")
+ALONE = ("ours-fused", "compiled", "eager", "ours", "ours-fused-graphs", "jax", "autotuned")
 TENSOR = (
     *("ours-tp", "ours-tp-sp"),
     *("dtensor-tp-sp-async", "dtensor-tp-sp", "dtensor-tp", "megatron-tp-sp", "megatron-tp"),
-    *("ours-tp-plain", "ours-tp-graphs"),
+    *("ours-tp-plain", "ours-tp-graphs", "jax-tp", "jax-tp-sp"),
 )
 DATA = ("ours-dp", "ddp-compiled", "ddp", "ours-dp-plain", "ours-dp-graphs")
 ZERO = ("ours-zero3", "fsdp2-compiled", "fsdp2", "fsdp2-compiled-prefetch", "ours-zero3-plain")
@@ -28,10 +30,14 @@ PIPELINE = (
 )
 
 
+CONTEXT = ("ours-cp", "hand-ring", "hand-gather", "torch-cp-allgather", "torch-cp-alltoall")
+EXPERTS = ("ours-ep", "ours-ep-gathered", "ours-dp", "ddp", "fsdp2")
+
+
 def later(name: str) -> bool:
     """Whether a contestant is measured when the others are done, beside the first of ours: ours in other forms, each of
     which keeps its memory of activations, and what is slow to build."""
-    return name in ("ours", "autotuned") or name.endswith(("-plain", "-graphs"))
+    return name in ("ours", "autotuned") or name.startswith("jax") or name.endswith(("-plain", "-graphs"))
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,11 @@ def _rows() -> list[Row]:
         Row("dp4-gpt-6.7b-slice", "gpt-6.7b-slice", 4, 4, DATA, 1.05, 171.7, replicas=4),
         Row("zero4-gpt-6.7b-slice", "gpt-6.7b-slice", 4, 4, ZERO, 1.06, 178.8, replicas=4),
     ]
-    return [*alone, *tensor, *pipelines, *data]
+    rest = [
+        Row("cp4-llama3-8b-slice", "llama3-8b-slice", 4, 1, CONTEXT),
+        Row("ep4-mixtral", "mixtral", 4, 4, EXPERTS, replicas=4),
+    ]
+    return [*alone, *tensor, *pipelines, *data, *rest]
 
 
 ROWS = {row.name: row for row in _rows()}
