@@ -172,6 +172,39 @@ def test_what_runs_again_in_backward_is_rounded_as_in_forward(form: str) -> None
     assert report, str(report)
 
 
+class HalfSquares(torch.autograd.Function):
+    """Whose gradient is the operand itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.float().square().sum() / 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return ctx.saved_tensors[0]
+
+
+class Echo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return HalfSquares.apply(h) + self.head(self.second(h.detach())).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_value_that_is_a_gradient_too_is_rounded_in_both_formats() -> None:
+    program = shardc.compile(Echo(), torch.randn(8, 16), mesh="dp=2", plan={"inputs": {"x": "dp"}, "precision": FP8})
+    of_first = [n for n in program.body.calls() if n.target in SCALED and info(n).fqn == "first"]
+    formats = [[type_of(v).dtype for v in operands(n)[:2]] for n in of_first]
+    assert formats == [[torch.float8_e4m3fn] * 2, [torch.float8_e5m2, torch.float8_e4m3fn]]
+    rounded = [operands(n)[0] for n in program.body.calls_of(QUANTIZE)]
+    assert max(Counter(rounded).values()) == 2
+    assert program.verify()
+
+
 class Routed(nn.Module):
     """What ranks experts is no 8-bit product, although others follow it."""
 

@@ -290,6 +290,22 @@ def test_a_product_is_no_faster_than_the_device(name: str, shape: tuple[int, int
     assert taken < 1e3
 
 
+def test_8_bit_products_have_bfloat16s_tiles_at_a_rate_of_their_own() -> None:
+    figures = {"bf16_flops_per_second": 1e12, "fp8_flops_per_second": 2e12, "memory_bytes_per_second": 1e18}
+    table = {"dtypes": ["bfloat16"], "flops_per_second": 1e12, "units": 4, "tiles": [[[128, 128], 0.5]]}
+    for tables in ({}, {"products": [table]}):
+        hardware = Hardware.of({**figures, **tables})
+        for shape in ((1, 256, 256, 64), (1, 264, 264, 64), (2, 512, 8, 4096)):
+            wide, narrow, other = (
+                hardware.product_seconds(*shape, dtype) for dtype in (BF16, torch.float8_e4m3fn, torch.float8_e5m2)
+            )
+            assert narrow == other == pytest.approx(wide / 2)
+    slow = Hardware.of({**figures, "products": [table], "memory_bytes_per_second": 1e9})
+    assert slow.product_seconds(1, 256, 64, 128, torch.float8_e4m3fn) == pytest.approx(
+        (256 * 128 + 64 * 128 + 2 * 256 * 64) / 1e9
+    ), "operands of a byte, and a result of two"
+
+
 def test_odd_rows_are_slow_and_one_row_is_not() -> None:
     hardware = files.named("h200")
     aligned, odd = (hardware.product_seconds(1, 8192, n, 4096, BF16) for n in (50264, 50257))
