@@ -33,7 +33,8 @@ from shardc.ir.schema import given
 from shardc.runtime.execute.process_groups import REDUCE_OPS, ProcessGroupCommunicator
 from shardc.torch_compat import all_gather_into, all_reduce_over, reduce_scatter_into
 
-UnderWay = tuple[Any, Tensor, Tensor]  # torch's handle, where the result arrives, and the operand, kept until then
+# torch's handle, where the result arrives, and what is kept until then: the operand, and as what it is sent.
+UnderWay = tuple[Any, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _all_reduce(group: Any, op: str, spent: bool) -> PreparedCollective:
 
     def begin(x: Tensor) -> UnderWay:
         result = x.contiguous() if spent else x.clone(memory_format=torch.contiguous_format)
-        return reduce(result), result, x
+        return reduce(result), result, x, result
 
     return PreparedCollective(begin, _arrived)
 
@@ -84,17 +85,16 @@ def _all_gather(
         row = [rows[0] // count, *rows[1:]]
 
         def begin(x: Tensor) -> UnderWay:
-            if not x.is_contiguous():
-                x = without_gaps(x.reshape(atoms))
+            sent = x if x.is_contiguous() else without_gaps(x.reshape(atoms))
             result = x.new_empty(rows)
-            return gather(result, x.view(row)), result, x
+            return gather(result, sent.view(row)), result, x, sent
 
         return PreparedCollective(begin, _arrived if rows is shape else _shaped(shape))
 
     def begin_chunks(x: Tensor) -> UnderWay:
-        x = without_gaps(x.reshape(atoms))
+        sent = without_gaps(x.reshape(atoms))
         chunks = x.new_empty((count, *atoms))
-        return gather(chunks.view(-1), x.view(-1)), chunks, x
+        return gather(chunks.view(-1), sent.view(-1)), chunks, x, sent
 
     def joined(under_way: UnderWay) -> Tensor:
         under_way[0].wait()
@@ -111,10 +111,11 @@ def _reduce_scatter(
     in_place = pos == 0 and chunk * count == atoms[0]  # rows for one rank lie one behind the other already
 
     def begin(x: Tensor) -> UnderWay:
+        sent = x
         if not (in_place and x.is_contiguous()):
-            x = without_gaps(chunks_of(x.reshape(atoms), pos, count, chunk))
+            sent = without_gaps(chunks_of(x.reshape(atoms), pos, count, chunk))
         result = x.new_empty(result_size)
-        return scatter(result, x.view(-1)), result, x
+        return scatter(result, sent.view(-1)), result, x, sent
 
     return PreparedCollective(begin, _shaped(shape))
 
