@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,13 @@ def group_sizes(world: int) -> list[int]:
     """2, 4, 8 ... and all."""
     sizes = [2**n for n in range(1, 21) if 2**n < world]
     return [*sizes, world] if world > 1 else []
+
+
+class Beside(NamedTuple):
+    """Seconds alone, and beside the other."""
+
+    work: tuple[float, float]
+    collective: tuple[float, float]
 
 
 class Peers:
@@ -139,7 +146,7 @@ class Peers:
         collective = timed(lambda: dist.all_reduce(x, group=group), share, self.device, together).median
         times = max(3, min(20, int(share / (BEHIND * collective))))
 
-        def against(work: Call) -> tuple[float, float, float]:
+        def against(work: Call) -> Beside:
             typical = timed(work, share, self.device, together).median
             # All of them end before the collectives do, which they begin after.
             runs = max(1, int((BEHIND - 1) * collective / typical))
@@ -148,22 +155,20 @@ class Peers:
         for rows, columns, depth in SHAPES:
             a = torch.randn(rows, depth, device=self.device, dtype=torch.bfloat16)
             b = torch.randn(depth, columns, device=self.device, dtype=torch.bfloat16)
-            alone, beside, sending = against(partial(torch.mm, a, b, out=a.new_empty(rows, columns)))
+            took = against(partial(torch.mm, a, b, out=a.new_empty(rows, columns)))
             shape = {"rows": rows, "columns": columns, "depth": depth}
-            yield _ratio("product", alone, beside) | shape
-            yield _ratio("attention", alone, beside)  # which is bound by the same units
-            yield _ratio("collective", collective, sending)
-        yield _ratio("memory", *against(partial(torch.neg, vector, out=vector))[:2])
+            yield _ratio("product", *took.work) | shape
+            yield _ratio("attention", *took.work)  # which is bound by the same units
+            yield _ratio("collective", *took.collective)
+        yield _ratio("memory", *against(partial(torch.neg, vector, out=vector)).work)
 
-    def _beside(
-        self, work: Call, runs: int, x: torch.Tensor, group: Any, together: Together, times: int
-    ) -> tuple[float, float, float]:
-        """Seconds of the work alone, beside collectives, and of a collective beside the work. With and without in turn:
-        a GPU that has long been at work is slower, for want of power."""
+    def _beside(self, work: Call, runs: int, x: torch.Tensor, group: Any, together: Together, times: int) -> Beside:
+        """Work alone, a collective alone, and both, in turn: a GPU that has long been at work is slower, for want of
+        power."""
         side = torch.cuda.Stream()
         working: dict[int, list[float]] = {0: [], BEHIND: []}
-        sending = list[float]()
-        for behind in (0, BEHIND) * times:
+        sending: dict[int, list[float]] = {0: [], runs: []}
+        for behind, count in ((0, runs), (BEHIND, 0), (BEHIND, runs)) * times:
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             torch.cuda.synchronize()
             together.barrier()
@@ -176,15 +181,18 @@ class Peers:
             torch.cuda.current_stream().wait_event(events[0])
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            for _ in range(runs):
+            for _ in range(count):
                 work()
             end.record()
             torch.cuda.synchronize()
-            working[behind].append(begin.elapsed_time(end) * 1e-3 / runs)
+            if count:
+                working[behind].append(begin.elapsed_time(end) * 1e-3 / count)
             if behind:
-                sending.append(events[0].elapsed_time(events[1]) * 1e-3 / behind)
-        alone, beside, sent = (_middle(together.slowest(of)) for of in (*working.values(), sending))
-        return alone, beside, sent
+                sending[count].append(events[0].elapsed_time(events[1]) * 1e-3 / behind)
+        alone, beside, sent_alone, sent_beside = (
+            _middle(together.slowest(of)) for of in (*working.values(), *sending.values())
+        )
+        return Beside((alone, beside), (sent_alone, sent_beside))
 
     # ------------------------------------------------------------------ ranks that meet
     def _work(self) -> Call:
