@@ -99,7 +99,7 @@ def mirrored(row: Mapping[str, Any]) -> Run:
         return Run(row, f"pp={gpus}", {"pipeline": pipeline}, row["microbatches"])
     if "tp" in peer:
         sequence = {"activations": {"blocks.*": "-, tp, -", "tok": "-, tp, -"}} if "tp_sp" in peer else {}
-        return Run(row, f"tp={gpus}", {"params": dict(TENSOR_PARALLEL), **sequence, "bucket": True})
+        return Run(row, f"tp={gpus}", {"overlap": False, "params": dict(TENSOR_PARALLEL), **sequence, "bucket": True})
     batch = {"inputs": {"tokens": "dp, -", "targets": "dp, -"}}
     if peer == "torch-fsdp":
         return Run(row, f"dp={gpus}", {**batch, "storage": {"zero": 3, "axes": "dp"}, "bucket": True}, gpus)

@@ -19,6 +19,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType, GeneratorType
@@ -1007,6 +1008,18 @@ def all_reduce_over(group: Any, op: Any) -> Callable[[Tensor], Any]:
     options: Any = dist.distributed_c10d.AllreduceOptions()
     options.reduceOp, options.asyncOp = op, True
     return lambda x: group.allreduce([x], options)
+
+
+def high_priority(backend: str, timeout: timedelta) -> Any:
+    """Options of a process group whose kernels go before compute's that wait for a place on the device: what compute
+    waits for does not wait for compute. None where the backend has no such streams."""
+    import torch.distributed as dist
+
+    if backend != "nccl" or not hasattr(dist, "ProcessGroupNCCL"):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # else torch warns that it is not the group's
+    return options
 
 
 def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:

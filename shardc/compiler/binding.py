@@ -70,7 +70,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
         assign=Assign(plan.experts.dispatch, hardware),
         recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware),
         align=Align(plan.align, hardware),
-        late=LateGradients(plan.overlap.late_gradients, hardware),
+        late=LateGradients(plan.overlap.late_gradients, hardware, by_time=not plan.symbols),
         bucket=Bucket(plan.bucket_bytes),
         prefetch=Prefetch(plan.overlap.prefetch),
         fuse=Fuse(plan.fuse.enabled, plan.fuse.left, plan.fuse.templates, hardware),

@@ -31,7 +31,13 @@ from shardc.ir.ops.collectives import COLLECTIVES, all_reduce, reduce_scatter
 
 AHEAD = 8
 IN_FLIGHT = 8
-_PASS_ON = (operator.getitem, UNPACK, torch.ops.aten.view.default)
+# What is no reader of a gradient, but makes what the optimizer reads.
+PASS_ON = frozenset(
+    (
+        *(operator.getitem, UNPACK, torch.ops.aten.view.default, torch.ops.aten.transpose.int),
+        *(torch.ops.aten.permute.default, torch.ops.aten._to_copy.default),
+    )
+)
 
 
 class Action(NamedTuple):
@@ -120,7 +126,7 @@ def sums_gradients(node: fx.Node) -> bool:
     todo = [node]
     while todo:
         for user in todo.pop().users:
-            if user.target in _PASS_ON:
+            if user.target in PASS_ON:
                 todo.append(user)
             elif user.op != "output" and info(user).phase != "opt":
                 return False

@@ -14,7 +14,11 @@ from torch import Tensor
 import shardc
 from benchmarks.measured_models import SIZES, Decoder, Sizes
 from shardc.cost.beside import beside
+from shardc.cost.memory import memory
 from shardc.ir.graph import info
+from shardc.ir.overlap_schedule import sums_gradients
+from shardc.ir.parse import parse
+from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.verify import same_calls
 from shardc.runtime.oracle.simulate import simulate
 from tests.replanned import replanned
@@ -118,3 +122,65 @@ def _flat(value: Any) -> list[Tensor]:
         return [value]
     items = value.values() if isinstance(value, Mapping) else value
     return [leaf for item in items for leaf in _flat(item)]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_casts_of_reduced_gradients_hold_up_no_product(zero: int) -> None:
+    """Gradients that are reduced in fewer digits than the optimizer reads are widened where it reads them."""
+    precision = {"precision": {"compute": "bf16", "master": "fp32", "reduce": "bf16"}}
+    storage = {"storage": {"zero": zero, "axes": "dp"}} if zero else {}
+    late = small(SMALL, {"mesh": "dp=2", "params": {}, **BATCH, **precision, **storage})
+    before = replanned(late, overlap=OFF)
+    found, was = ([row for row in beside(p.body) if row.phase == "bwd"] for p in (late, before))
+    assert all(sums_gradients(row.node) for row in found)
+    assert sum(not row.products for row in found) < sum(not row.products for row in was) == len(was)
+    for one, other in zip(results_of(late), results_of(before), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_with_symbols_the_order_does_not_depend_on_sizes() -> None:
+    plan = {"mesh": "tp=2", "symbols": {"B": ["tokens.0", "targets.0"]}, **SEQUENCE}
+    orders = [[info(node).name for node in small(GATED, plan, rows).body.calls()] for rows in (4, 64)]
+    assert orders[0] == orders[1]
+    assert bare(small(GATED, plan)) < bare(small(GATED, {**plan, "overlap": False}))
+
+
+TWO = """graph @step mesh(tp=2) {
+  %v = param "v" : f32[4096, 4096@tp]
+  %w = param "w" : f32[4096@tp, 4096]
+  %x = input "x" : f32[4096, 4096]
+  %y = input "y" : f32[4096, 4096@tp]
+bwd:
+  %tanh = tanh(%y) {~0: tp} : f32[4096, 4096@tp]
+  %dw = shardc.linear_wgrad(%tanh, %x) {~0: tp} : f32[4096@tp, 4096]
+  %dx = shardc.linear_dgrad(%tanh, %w) {~0: tp} : f32[4096, 4096] |sum tp
+  %dx.sum = shardc.all_reduce(%dx, op="sum", axes=["tp"]) : f32[4096, 4096]
+  %exp = exp(%dx.sum) : f32[4096, 4096]
+  %dv = shardc.linear_wgrad(%exp, %y) {~0: tp} : f32[4096, 4096@tp]
+  return grad "v" = %dv, grad "w" = SCALED
+}
+"""
+
+
+def _order(text: str, growth: float = 1.0) -> list[str]:
+    return [info(node).name for node in LateGradients(growth=growth).run(parse(text)).calls()]
+
+
+def test_a_gradient_that_backward_reads_is_not_put_off() -> None:
+    free = TWO.replace("SCALED", "%dw")
+    assert _order(free).index("dw") > _order(free).index("dx.sum")
+    square = "  %square = mul.Tensor(%dw, %dw) {~0: tp} : f32[4096@tp, 4096]\n"
+    square += "  %more = shardc.linear_dgrad(%y, %square) {~0: tp} : f32[4096, 4096] |sum tp\n"
+    square += '  %more.sum = shardc.all_reduce(%more, op="sum", axes=["tp"]) : f32[4096, 4096]\n'
+    read = free.replace("  %dv = ", f"{square}  %dv = ").replace("(%exp, %y)", "(%more.sum, %y)")
+    assert _order(read) == [info(node).name for node in parse(read).calls()]
+
+
+def test_what_is_held_is_bounded() -> None:
+    """The operand of the product that is put off would be held beside the sum."""
+    text = TWO.replace("SCALED", "%dw")
+    graph = parse(text)
+    order = [info(node).name for node in graph.calls()]
+    assert _order(text, growth=-0.5) == order
+    assert _order(text, growth=1.0) != order
+    assert memory(LateGradients(growth=0.05).run(parse(text))).peak <= 1.05 * memory(graph).peak

@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.call_slots import slotted_calls
 from shardc.ir.graph import operands
 from shardc.ir.group_axes import axes_used, axes_used_twice
+from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, all_gather, all_reduce, reduce_scatter
 from shardc.ir.overlap_schedule import AHEAD, IN_FLIGHT, Action, schedule_overlap, sums_gradients
 from shardc.ir.parse import parse
@@ -150,3 +154,32 @@ def test_sums_of_gradients_hold_up_nothing() -> None:
                 which.begin(Exchange("all_reduce", torch.zeros(1), ("cp",), "sum", late=late))
     assert seen[0] is not seen[1]
     assert seen[2] is seen[3]
+
+
+def test_groups_that_compute_waits_for_are_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NCCL alone; sums of gradients with a group of their own leave the way to what is waited for."""
+    made: list[tuple[list[int], Any]] = []
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.high, self._timeout = is_high_priority_stream, timedelta(0)
+
+    def new_group(ranks: list[int], timeout: timedelta, pg_options: Any = None) -> object:
+        assert pg_options is None or pg_options._timeout == timeout
+        made.append((ranks, pg_options))
+        return object()
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    mesh = Mesh(dp=2, tp=2)
+    for backend, high in (("nccl", True), ("gloo", False)):
+        made.clear()
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        with monkeypatch.context() as without_job:
+            without_job.setattr(dist, "group", SimpleNamespace(WORLD=object()))
+            ProcessGroupCommunicator(mesh, 0, [("tp",), ("dp",)], timedelta(9), twice=[("dp",)])
+        kinds = [(ranks, options is not None and options.high) for ranks, options in made]
+        assert kinds == [
+            *(([0, 1], high), ([2, 3], high), ([0, 2], high), ([1, 3], high)),
+            *(([0, 2], False), ([1, 3], False)),
+        ]

@@ -10,10 +10,10 @@ time. Autograd writes it beside the product of the same operand, before the sum 
 then has nothing to run beside it. Zero-bubble schedules put off the same products (Qi et al. 2023, arXiv:2401.10241).
 
 Needs a localized body, or a part of one. Ensures the same calls, each after what it reads, and the calls on the result
-of such a product (casts, sums over microbatches, reductions of gradients) behind it. In the order of the program,
-products are put off. Behind each collective that backward waits for, as many run as take as long as it has nothing else
-to run beside it (`cost.call_seconds`), the oldest first. Of those that are put off, a reserve is kept: what later
-collectives lack beyond the products that come before them. The rest runs at once.
+of such a product (casts, sums over microbatches, reductions of gradients) behind it. Casts and views of reduced
+gradients run where the optimizer reads them, or last. In the order of the program, products are put off. Behind each
+collective that backward waits for, as many run as take as long as it has nothing else to run beside it
+(`cost.call_seconds`): the latest before it, from the last collective to the first. The others stay.
 
 A product that is put off holds its operands. They are bounded: at the peak, a body may hold `growth` of it more. An
 order that is predicted to take no less time (`cost.streams`) is not taken: later products begin the reductions of their
@@ -30,52 +30,103 @@ from functools import cached_property
 
 from torch import fx
 
-from shardc.cost.call_seconds import CallCost, call_costs
+from shardc.cost.call_seconds import NOTHING, CallCost, call_costs
 from shardc.cost.flops import COUNTS
 from shardc.cost.memory import memory
 from shardc.cost.streams import device_seconds
 from shardc.ir.call_slots import slotted_calls
+from shardc.ir.collectives import collective
 from shardc.ir.graph import Graph, info, op_name, operands, producer
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.exchange import EXCHANGES
-from shardc.ir.overlap_schedule import sums_gradients
+from shardc.ir.overlap_schedule import PASS_ON, sums_gradients
 from shardc.ir.storages import layouts
 from shardc.passes.base import Pass
 
 
 @dataclass(frozen=True)
 class LateGradients(Pass):
-    """Run gradients of weights behind the collectives of backward, unless not `enabled`."""
+    """Run gradients of weights behind the collectives of backward, unless not `enabled`.
+
+    Where the order must not depend on sizes, it is not found `by_time`: each collective has the last product before it.
+    """
 
     enabled: bool = True
     hardware: Hardware = DEFAULT
     growth: float = 0.05
+    by_time: bool = True
 
     def run(self, graph: Graph) -> Graph:
-        if not self.enabled:
-            return graph
+        return self._behind_collectives(_casts_late(graph)) if self.enabled else graph
+
+    def _behind_collectives(self, graph: Graph) -> Graph:
         inside = in_microbatch(graph)
         nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
         order = sorted(nodes, key=lambda node: node not in inside)
         movable = Movable.of([node for node in order if node in inside])
         if not movable.products or not movable.awaited:
             return graph
-        costs = call_costs(graph, self.hardware)
-        assigned = _Assignment(
-            order, movable, costs, _room(graph, order, self.growth), _read_alone(graph, order, movable)
-        )
+        if self.by_time:
+            costs = call_costs(graph, self.hardware)
+            room, read = _room(graph, order, self.growth), _read_alone(graph, order, movable)
+        else:
+            costs = {node: _counted(graph, node) for node in order}
+            room, read = [math.inf] * len(order), dict.fromkeys(movable.products, ())
+        assigned = _Assignment(order, movable, costs, room, read)
         placed = _placed(order, movable, assigned.behind())
         if placed == order:
             return graph
-        later = graph.copy()
-        same = dict(zip(graph.fx.nodes, later.fx.nodes, strict=True))
+        later, same = _copied(graph)
         for node in placed:
             later.output_node.prepend(same[node])
+        if not self.by_time:
+            return later
         moved_costs = {same[node]: cost for node, cost in costs.items()}
         before, after = (device_seconds(g, c, self.hardware) for g, c in ((graph, costs), (later, moved_costs)))
         return later if after < before else graph
+
+
+def _counted(graph: Graph, node: fx.Node) -> CallCost:
+    """A collective takes as long as a product, and all else no time."""
+    if collective(graph, node) is not None:
+        return CallCost("collective", 1.0)
+    return CallCost("product", 1.0) if op_name(node.target) in COUNTS else NOTHING
+
+
+def _casts_late(graph: Graph) -> Graph:
+    """Casts and views of reduced gradients run where the optimizer reads them, or last: backward waits for none."""
+    waiting = {node for node in graph.calls() if sums_gradients(node)}
+    casts = set[fx.Node]()
+    for node in graph.fx.nodes:
+        if node.target in PASS_ON and any(value in casts or value in waiting for value in node.all_input_nodes):
+            casts.add(node)
+    if all(node.target is operator.getitem for node in casts):
+        return graph
+    graph, same = _copied(graph)
+    held = {same[node] for node in casts}
+    for node in [node for node in graph.fx.nodes if node.op == "call_function"]:
+        if node not in held:
+            _place(node, held, graph)
+    for node in [node for node in graph.fx.nodes if node in held]:
+        _place(node, held, graph)
+    return graph
+
+
+def _place(node: fx.Node, held: set[fx.Node], graph: Graph) -> None:
+    """Behind all that is placed, and what is held of what it reads before it."""
+    for source in node.all_input_nodes:
+        if source in held:
+            _place(source, held, graph)
+    held.discard(node)
+    graph.output_node.prepend(node)
+
+
+def _copied(graph: Graph) -> tuple[Graph, dict[fx.Node, fx.Node]]:
+    """A copy, and its nodes by those that they are copies of."""
+    copy = graph.copy()
+    return copy, dict(zip(graph.fx.nodes, copy.fx.nodes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -132,21 +183,21 @@ class _Assignment:
         lacking, spent = list(missing), dict(missing)
         for most, wasteful in ((1, False), (len(self.products), False), (len(self.products), True)):
             for index in reversed(range(len(lacking))):
-                collective = lacking[index]
+                awaited = lacking[index]
                 taken = 0
                 for product in reversed(self.products):
-                    if missing[collective] <= 0 or taken == most:
+                    if missing[awaited] <= 0 or taken == most:
                         break
-                    if product in self.taken or self.place[product] > self.place[collective]:
+                    if product in self.taken or self.place[product] > self.place[awaited]:
                         continue
                     seconds = self._seconds(product)
-                    waste = max(0.0, seconds - missing[collective])
+                    waste = max(0.0, seconds - missing[awaited])
                     lost = max(0.0, waste - max(0.0, self._slack(lacking, spent, index))) if waste else 0.0
-                    if (not wasteful and lost > missing[collective]) or not self._hold(product, collective):
+                    if (not wasteful and lost > missing[awaited]) or not self._hold(product, awaited):
                         continue
-                    self.taken[product] = collective
-                    missing[collective] -= seconds
-                    spent[collective] += waste
+                    self.taken[product] = awaited
+                    missing[awaited] -= seconds
+                    spent[awaited] += waste
                     taken += 1
         return self.taken
 
@@ -177,19 +228,19 @@ class _Assignment:
         """How much longer a collective could compute without one behind it lacking any."""
         least, needed, made, products = math.inf, 0.0, 0.0, iter(self.products)
         product = next(products, None)
-        for i, collective in enumerate(lacking):
-            needed += spent[collective]
-            while product is not None and self.place[product] < self.place[collective]:
+        for i, awaited in enumerate(lacking):
+            needed += spent[awaited]
+            while product is not None and self.place[product] < self.place[awaited]:
                 made += self._seconds(product)
                 product = next(products, None)
             if i >= index:
                 least = min(least, made - needed)
         return least
 
-    def _hold(self, product: fx.Node, collective: fx.Node) -> bool:
+    def _hold(self, product: fx.Node, awaited: fx.Node) -> bool:
         """Whether there is room for what a product reads until then; it is taken."""
         spans = [(max(first, self.place[product]), size) for first, size in self.read[product]]
-        until = self.place[collective] + 1
+        until = self.place[awaited] + 1
         for index in range(self.place[product], until):
             if sum(size for first, size in spans if first <= index) > self.room[index]:
                 return False
@@ -232,8 +283,8 @@ def _placed(order: Sequence[fx.Node], movable: Movable, behind: Mapping[fx.Node,
     held: dict[fx.Node, None] = {}
     placed: list[fx.Node] = []
     products: dict[fx.Node, list[fx.Node]] = {}
-    for product, collective in behind.items():
-        products.setdefault(collective, []).append(product)
+    for product, awaited in behind.items():
+        products.setdefault(awaited, []).append(product)
     rank = {node: index for index, node in enumerate(order)}
 
     def place(node: fx.Node) -> None:

@@ -23,6 +23,7 @@ from shardc.ir.ops.scaled import FP8
 from shardc.torch_compat import (
     all_gather_pieces,
     all_gather_single,
+    high_priority,
     reduce_scatter_pieces,
     reduce_scatter_single,
 )
@@ -38,7 +39,7 @@ class ProcessGroupCommunicator:
     job may have several `copies` of the mesh; each lists the job's ranks in the order of the mesh's ranks. This rank is
     `rank` of copy `copy_index`. `also` lists further groups of the job's ranks. Those that are `known`, of another
     communicator's `groups`, are not made again. Along the axes `twice` there are two groups: sums of gradients have the
-    other one, and hold up no other exchange.
+    other one, and hold up no other exchange. The first is of high priority, as compute waits for what it brings.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class ProcessGroupCommunicator:
         for group in (*([copy[rank] for rank in ranks] for copy in copies for ranks in within), *also):
             members = tuple(sorted(group))
             if len(members) > 1 and members not in self.groups:
-                self.groups[members] = dist.new_group(list(members), timeout=timeout)
+                options = high_priority(dist.get_backend(), timeout)
+                self.groups[members] = dist.new_group(list(members), timeout=timeout, pg_options=options)
         self._late: dict[tuple[int, ...], Any] = {}
         for group in (
             [copy[rank] for rank in ranks] for copy in copies for axes in twice for ranks in mesh.groups(axes)

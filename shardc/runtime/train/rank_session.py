@@ -21,7 +21,7 @@ from shardc.runtime.execute.layout import assemble, load_shard, shard
 from shardc.runtime.execute.monitor import BEAT, SILENCE
 from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 from shardc.runtime.train.agreement import absent, agree
-from shardc.torch_compat import job_store
+from shardc.torch_compat import high_priority, job_store
 
 IDENTITY = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _stores: dict[tuple[object, ...], Any] = {}  # by process, and by the job that the environment names
@@ -63,6 +63,7 @@ class Member:
                     world_size=self.world,
                     timeout=self.limit,
                     device_id=named,
+                    pg_options=high_priority(backend, self.limit),
                 )
             except dist.DistError as failure:
                 raise absent([], self.limit) from failure
