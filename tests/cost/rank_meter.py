@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves
 from shardc.ir.arena import planned
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.group_axes import axes_used
+from shardc.runtime.execute import prepared_collective
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
-from shardc.runtime.execute import prepared_collective
 from shardc.runtime.execute.overlap import begin
 from shardc.runtime.execute.prepared_code import CodeLine, _arrived_in, _wait_into
 from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
