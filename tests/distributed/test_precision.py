@@ -23,10 +23,10 @@ def compiled(scenario: str) -> tuple[shardc.Program, list[Any]]:
     bad = {"x": batch["x"].clone()}
     bad["x"][-1, 3] = 1e6 if scenario == "overflow" else float("nan")
     precision: object = {"compute": "fp16", "loss_scale": 1024} if scenario == "overflow" else "bf16"
-    if scenario == "fp8":
-        precision, bad = {"linear": "fp8"}, batch
-    plan: dict[str, Any] = {"precision": precision, "storage": {"zero": 3 if scenario == "fp8" else 1, "axes": ["dp"]}}
-    plan |= {} if scenario == "overflow" else {"nonfinite": "skip" if scenario == "fp8" else "raise"}
+    if eight := scenario.startswith("fp8"):
+        precision, bad = {"linear": {"history": 2} if scenario == "fp8_history" else "fp8"}, {"x": 64 * batch["x"]}
+    plan: dict[str, Any] = {"precision": precision, "storage": {"zero": 3 if eight else 1, "axes": ["dp"]}}
+    plan |= {} if scenario == "overflow" else {"nonfinite": "skip" if eight else "raise"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     asked = Plan.load(PLAN).merge(Plan.of(mesh="dp=2, tp=1", **plan))
     program = shardc.compile(model, batch, plan=asked, loss=reconstruction, optimizer=optimizer)
@@ -73,12 +73,13 @@ def test_all_ranks_raise_alike(tmp_path: Path) -> None:
         assert "step 1: the gradients of up.weight, up.bias, down.weight, down.bias are not finite" in rank["error"]
 
 
-def test_8_bit_weights_are_gathered_by_gloo(tmp_path: Path) -> None:
-    """As bytes: gloo has no 8-bit floats."""
-    program, batches = compiled("fp8")
+@pytest.mark.parametrize("scenario", ["fp8", "fp8_history"])
+def test_8_bit_weights_are_gathered_by_gloo(scenario: str, tmp_path: Path) -> None:
+    """As bytes: gloo has no 8-bit floats. Histories are of all ranks' elements."""
+    program, batches = compiled(scenario)
     sent = {type_of(program.body.by_name(c.value)).dtype for c in program.collectives() if c.kind == "all_gather"}
     assert torch.float8_e4m3fn in sent
-    found = start("fp8", 2, tmp_path, worker=WORKER)
+    found = start(scenario, 2, tmp_path, worker=WORKER)
     want: Any = steps(program.launch(), batches)
     for rank in found:
         assert rank is not None

@@ -17,6 +17,7 @@ from examples import train_gpt2
 from shardc.ir.ops.scaled import QUANTIZE, SCALE, SCALED_DGRAD, SCALED_LINEAR, SCALED_MM, SCALED_WGRAD
 from shardc.plan.schema import Plan
 from shardc.torch_compat import multiplies_fp8
+from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,8 +97,15 @@ def test_a_batch_of_rows_keeps_its_shape() -> None:
     assert torch.equal(y.flatten(0, 1), flat)
 
 
-@pytest.mark.parametrize("how", ["tensor", "row"])
-def test_a_small_gpt2_learns_as_in_bfloat16(how: str) -> None:
+@pytest.mark.parametrize(
+    ("linear", "fuse"), [({}, False), ({}, True), ({"scale": "row"}, False), ({"history": 16}, True)], ids=str
+)
+def test_a_small_gpt2_learns_as_in_bfloat16(
+    linear: dict[str, Any], fuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **place}.items():
+        monkeypatch.setenv(key, value)
     arguments = ["--width", "128", "--heads", "4", "--layers", "2", "--batch", "16", "--seq", "64", "--steps", "60"]
     options = train_gpt2.options(arguments)
     batches = list(train_gpt2.batches(options))
@@ -106,12 +114,13 @@ def test_a_small_gpt2_learns_as_in_bfloat16(how: str) -> None:
         torch.manual_seed(0)
         model = train_gpt2.gpt2(options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        plan = Plan.load(options.plan).merge(Plan.of(mesh="dp=1, tp=1", precision=precision, clip_grad_norm=1.0))
-        program = shardc.compile(model, batches[0], plan=plan, optimizer=optimizer)
-        trainer = program.launch(device="cuda")
-        return [float(trainer.step(batch).loss) for batch in batches]
+        asked = Plan.of(mesh="dp=1, tp=1", precision=precision, clip_grad_norm=1.0, fuse=fuse)
+        program = shardc.compile(model, batches[0], plan=Plan.load(options.plan).merge(asked), optimizer=optimizer)
+        with program.launch(device="cuda") as trainer:
+            assert trainer.device.type == "cuda"
+            return [float(trainer.step(batch).loss) for batch in batches]
 
-    half, eight = losses("bf16"), losses({"linear": {"scale": how}})
+    half, eight = losses("bf16"), losses({"linear": linear})
     assert half[-1] < 0.7 * half[0]
     assert eight != half
     assert max(abs(a - b) / a for a, b in zip(half, eight, strict=True)) < 0.02
