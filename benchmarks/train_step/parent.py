@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
 from benchmarks.train_step import summary
 from benchmarks.train_step.rows import CONTESTANTS, ROWS, Row, rehearsal
 
+HERE = Path(__file__).parents[2]
 Lines = list[dict[str, Any]]
 
 
@@ -86,7 +88,7 @@ def _job(
     command += [*(["--tiny"] if asked.tiny else []), *(["--optimizer"] if asked.optimizer else [])]
     command += ["--wanted", *wanted]
     env = {"OMP_NUM_THREADS": "1", **os.environ}
-    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=HERE)
     read: Queue[str | None] = Queue()
 
     def reader() -> None:

@@ -100,6 +100,9 @@ def _rows() -> list[Row]:
         Row("zero4-gpt-6.7b-slice", "gpt-6.7b-slice", 4, 4, ZERO, 1.06, 178.8, replicas=4),
     ]
     rest = [
+        Row("tp2-gpt-1.3b", "gpt-1.3b", 2, 4, TENSOR),
+        Row("dp2-gpt-1.3b", "gpt-1.3b", 2, 4, DATA, replicas=2),
+        Row("zero2-gpt-1.3b", "gpt-1.3b", 2, 4, ZERO, replicas=2),
         Row("cp4-llama3-8b-slice", "llama3-8b-slice", 4, 1, CONTEXT),
         Row("ep4-mixtral", "mixtral", 4, 4, EXPERTS, replicas=4),
     ]

@@ -73,9 +73,8 @@ def _ratios(measured: Sequence[Line]) -> list[str]:
     if "peak_gib" in best:
         leanest = min(theirs, key=lambda line: line["peak_gib"])
         share = best["peak_gib"] / leanest["peak_gib"]
-        lines.append(
-            f"  memory: {share:.2f} of {leanest['contestant']}'s, bar 1.05" + ("" if share <= 1.05 else ": missed")
-        )
         told = best["reported_peak_gib"] / best["peak_gib"] - 1
-        lines.append(f"  program.memory(): {told:+.1%} of the peak, bar 3%" + ("" if abs(told) <= 0.03 else ": missed"))
+        far = ["" if met else ": missed" for met in (share <= 1.05, abs(told) <= 0.03)]
+        lines.append(f"  memory: {share:.2f} of {leanest['contestant']}'s, bar 1.05{far[0]}")
+        lines.append(f"  program.memory(): {told:+.1%} of the peak, bar 3%{far[1]}")
     return lines
