@@ -17,7 +17,7 @@ from benchmarks.train_step.rows import ROWS
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", nargs="+", required=True)
-    parser.add_argument("--skip", nargs="+", default=[])
+    parser.add_argument("--wanted", nargs="+", required=True, help="ROW/CONTESTANT")
     parser.add_argument("--device", required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -33,7 +33,7 @@ def main() -> int:
     for number, name in enumerate(asked.rows):
         row = replace(ROWS[name], optimizer=asked.optimizer)
         row = row.tiny(dist.get_world_size()) if asked.tiny else row
-        names = [each for each in row.contestants if f"{name}/{each}" not in asked.skip]
+        names = [each for each in row.contestants if f"{name}/{each}" in asked.wanted]
         if not names:
             continue
         now = time.monotonic()

@@ -55,6 +55,7 @@ class Measured:
         about: Mapping[str, object],
     ) -> None:
         self.row, self.device, self.agreement, self.end, self.about = row, device, agreement, end, about
+        self.turns = 0
         self.began, self.ranks = time.monotonic(), dist.get_world_size()
         model = (TINY_MODELS if tiny else MODELS)[row.model]
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -95,6 +96,7 @@ class Measured:
                 break
             for one in kept.values():
                 self._turn(one, steps)
+        self.turns += 1
         for name, one in kept.items():
             say(self._found(name, one, again=name == again))
 
@@ -276,7 +278,7 @@ class Measured:
             peak, held = self.agreement.most([one.peak, one.held])
             row |= {"peak_gib": round(peak / 2**30, 2), "held_gib": round(held / 2**30, 2), "clocks_mhz": one.clocks}
         about = {key: self.about[key] for key in ("device", "torch", "commit")}
-        head = {"row": self.row.name, "contestant": name, **({"again": True} if again else {})}
+        head = {"row": self.row.name, "contestant": name, "turns": self.turns, **({"again": True} if again else {})}
         return {**head, **row, **one.row, **about, "optimizer": self.row.optimizer, "bar": self.row.bar}
 
 

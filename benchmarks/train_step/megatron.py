@@ -19,16 +19,18 @@ from torch.nn import functional as F
 
 from benchmarks.measured_models import rotated
 from benchmarks.train_step.setting import Gradients, Setting, compiler
+from shardc import torch_compat
 
 
 def gathered(x: Tensor, asynchronous: bool = False) -> tuple[Tensor, Any]:
     whole = x.new_empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
-    return whole, dist.all_gather_into_tensor(whole, x.contiguous(), async_op=asynchronous)
+    return whole, torch_compat.all_gather_single(whole, x.contiguous(), dist.group.WORLD, async_op=asynchronous)
 
 
 def scattered(x: Tensor, asynchronous: bool = False) -> tuple[Tensor, Any]:
     part = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
-    return part, dist.reduce_scatter_tensor(part, x.contiguous(), async_op=asynchronous)
+    summed, world = dist.ReduceOp.SUM, dist.group.WORLD
+    return part, torch_compat.reduce_scatter_single(part, x.contiguous(), summed, world, async_op=asynchronous)
 
 
 def product_of_weight(g: Tensor, x: Tensor) -> Tensor:

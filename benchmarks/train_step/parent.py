@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
 from benchmarks.train_step import summary
-from benchmarks.train_step.rows import CONTESTANTS, ROWS, Row
+from benchmarks.train_step.rows import CONTESTANTS, ROWS, Row, rehearsal
 
+HERE = Path(__file__).parents[2]
 Lines = list[dict[str, Any]]
 
 
@@ -25,7 +27,7 @@ def chosen(asked: argparse.Namespace) -> list[Row]:
         raise SystemExit(
             f"unknown: {', '.join(unknown)}; rows: {', '.join(ROWS)}; contestants: {', '.join(CONTESTANTS)}"
         )
-    rows = [ROWS[name] for name in asked.rows] or list(ROWS.values())
+    rows = [ROWS[name] for name in asked.rows] or (rehearsal() if asked.tiny else list(ROWS.values()))
     return [row for row in rows if asked.gpus in (None, row.gpus)]
 
 
@@ -49,9 +51,9 @@ def _jobs(asked: argparse.Namespace, rows: list[Row], ranks: int, end: float, li
         (row.name, name) for row in rows for name in row.contestants if name in (asked.contestants or row.contestants)
     }
     while left:
-        skipped = [f"{row.name}/{name}" for row in rows for name in row.contestants if (row.name, name) not in left]
+        wanted = [f"{row}/{name}" for row, name in sorted(left)]
         before = len(lines)
-        code, begun = _job(asked, rows, ranks, skipped, end, lines)
+        code, begun = _job(asked, rows, ranks, wanted, end, lines)
         found = lines[before:]
         left -= {(line["row"], line["contestant"]) for line in found if "contestant" in line}
         if code == 0:
@@ -77,16 +79,16 @@ def _keep(asked: argparse.Namespace, lines: Lines, line: dict[str, Any]) -> None
 
 
 def _job(
-    asked: argparse.Namespace, rows: list[Row], ranks: int, skipped: list[str], end: float, lines: Lines
+    asked: argparse.Namespace, rows: list[Row], ranks: int, wanted: list[str], end: float, lines: Lines
 ) -> tuple[int, tuple[str, str]]:
     """Its exit code, and the contestant that began last; its lines are kept as they come."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "benchmarks.train_step.child", "--rows", *[row.name for row in rows], "--device", asked.device]
     command += ["--rounds", str(asked.rounds), "--steps", str(asked.steps), "--seconds", str(end - time.monotonic())]
     command += [*(["--tiny"] if asked.tiny else []), *(["--optimizer"] if asked.optimizer else [])]
-    command += ["--skip", *skipped] if skipped else []
+    command += ["--wanted", *wanted]
     env = {"OMP_NUM_THREADS": "1", **os.environ}
-    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=HERE)
     read: Queue[str | None] = Queue()
 
     def reader() -> None:

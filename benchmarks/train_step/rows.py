@@ -69,6 +69,15 @@ class Row:
         )
 
 
+def rehearsal() -> list[Row]:
+    seen: set[str] = set()
+    rows: list[Row] = []
+    for row in (ROWS[name] for name in REHEARSED):
+        rows.append(replace(row, contestants=tuple(name for name in row.contestants if name not in seen)))
+        seen |= set(row.contestants)
+    return rows
+
+
 def _rows() -> list[Row]:
     alone = [
         Row("1-gpt-6.7b-slice", "gpt-6.7b-slice", 1, 4, ALONE, 1.03, 151.4),
@@ -91,10 +100,18 @@ def _rows() -> list[Row]:
         Row("zero4-gpt-6.7b-slice", "gpt-6.7b-slice", 4, 4, ZERO, 1.06, 178.8, replicas=4),
     ]
     rest = [
+        Row("tp2-gpt-1.3b", "gpt-1.3b", 2, 4, TENSOR),
+        Row("dp2-gpt-1.3b", "gpt-1.3b", 2, 4, DATA, replicas=2),
+        Row("zero2-gpt-1.3b", "gpt-1.3b", 2, 4, ZERO, replicas=2),
         Row("cp4-llama3-8b-slice", "llama3-8b-slice", 4, 1, CONTEXT),
         Row("ep4-mixtral", "mixtral", 4, 4, EXPERTS, replicas=4),
     ]
     return [*alone, *tensor, *pipelines, *data, *rest]
 
 
+# In a rehearsal, each contestant is rehearsed once, in the first of these rows that has it.
+REHEARSED = (
+    *("1-gpt2", "tp4-llama3-8b-slice", "pp4-gpt-1.3b-m8", "dp4-gpt-6.7b-slice", "zero4-gpt-6.7b-slice"),
+    *("cp4-llama3-8b-slice", "ep4-mixtral"),
+)
 ROWS = {row.name: row for row in _rows()}

@@ -93,12 +93,9 @@ def attention(device: torch.device) -> AbstractContextManager[None]:
     return sdpa_kernel(kernels, set_priority=True) if device.type == "cuda" else nullcontext()
 
 
-def compiler(setting: Setting, mode: str = "default", subclasses: bool = False) -> Callable[..., Any]:
-    """A backend of torch.compile that is no other one: Inductor on GPUs, on the CPU what captures forward and backward
-    and runs them as they are.
-
-    `subclasses`: of DTensors, whose backward torch 2.13 does not record for a model without biases; on the CPU it runs
-    as it is.
+def compiler(setting: Setting, mode: str = "default") -> Callable[..., Any]:
+    """A backend of torch.compile that is no other one: Inductor on GPUs. On the CPU a rehearsal captures graphs and
+    runs them as they are, of one rank backward, too; torch 2.13 does not record that of DTensors.
 
     Contestants share the code of their layers, and dynamo keeps what it has compiled by code: it takes an entry again
     only for the backend that the entry is of.
@@ -107,7 +104,7 @@ def compiler(setting: Setting, mode: str = "default", subclasses: bool = False) 
         patches = torch._inductor.list_mode_options(mode) if mode != "default" else None
         compiled = partial(lookup_backend("inductor"), config_patches=patches)
     else:
-        compiled = lookup_backend("eager" if subclasses else "aot_eager")
+        compiled = lookup_backend("aot_eager" if setting.ranks == 1 else "eager")
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         return compiled(graph, inputs)

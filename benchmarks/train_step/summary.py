@@ -47,18 +47,34 @@ def ours(line: Line) -> bool:
 
 
 def _ratios(measured: Sequence[Line]) -> list[str]:
-    first = [line for line in measured if not line.get("again")]
-    mine, theirs = ([line for line in first if ours(line) is side] for side in (True, False))
+    """The best peer's step over the best of ours. Each is first divided by the step of the same contestant of ours
+    (`anchor`) in the same turns, round by round: what was measured at another time is not compared directly."""
+    anchors = {line["turns"]: line for line in measured if ours(line) and (line["turns"] == 1 or line.get("again"))}
+    first = [line for line in measured if ours(line) and line["turns"] == 1]
+    anchors |= {1: first[0]} if first else {}
+    said = [line for line in measured if line["turns"] in anchors and not line.get("again")]
+    mine, theirs = ([line for line in said if ours(line) is side] for side in (True, False))
     if not mine or not theirs:
         return []
-    best, peer = (min(some, key=lambda line: line["median_ms"]) for some in (mine, theirs))
-    turns = [a / b for a, b in zip(peer["rounds_ms"], best["rounds_ms"], strict=False)]
-    ratio, free = peer["median_ms"] / best["median_ms"], peer["free_ms"] / best["free_ms"]
+
+    def over(line: Line, key: str) -> float:
+        return line[key] / anchors[line["turns"]][key]
+
+    def rounds(line: Line) -> list[float]:
+        return [a / b for a, b in zip(line["rounds_ms"], anchors[line["turns"]]["rounds_ms"], strict=False)]
+
+    best, peer = (min(some, key=lambda line: over(line, "median_ms")) for some in (mine, theirs))
+    ratio, free = (over(peer, key) / over(best, key) for key in ("median_ms", "free_ms"))
+    turns = [a / b for a, b in zip(rounds(peer), rounds(best), strict=False)]
     bar = best.get("bar")
     verdict = "" if bar is None else f", bar {bar}: " + ("met" if ratio >= bar else f"missed by {1 - ratio / bar:.1%}")
     pair = f"{peer['contestant']} / {best['contestant']}"
-    said = [f"  {pair} = {ratio:.3f} ({min(turns):.3f} to {max(turns):.3f}), free {free:.3f}{verdict}"]
+    lines = [f"  {pair} = {ratio:.3f} ({min(turns):.3f} to {max(turns):.3f}), free {free:.3f}{verdict}"]
     if "peak_gib" in best:
         leanest = min(theirs, key=lambda line: line["peak_gib"])
-        said.append(f"  memory: {best['peak_gib'] / leanest['peak_gib']:.2f} of {leanest['contestant']}'s, bar 1.05")
-    return said
+        share = best["peak_gib"] / leanest["peak_gib"]
+        told = best["reported_peak_gib"] / best["peak_gib"] - 1
+        far = ["" if met else ": missed" for met in (share <= 1.05, abs(told) <= 0.03)]
+        lines.append(f"  memory: {share:.2f} of {leanest['contestant']}'s, bar 1.05{far[0]}")
+        lines.append(f"  program.memory(): {told:+.1%} of the peak, bar 3%{far[1]}")
+    return lines

@@ -66,7 +66,7 @@ def dtensor(setting: Setting, sequence: bool = False, asynchronous: bool = False
         if not s.gated:
             model.pos = nn.Parameter(model.pos.detach().chunk(ranks)[setting.rank].clone())
     parallelize_module(model, mesh, outer)
-    backend = compiler(setting, subclasses=True)
+    backend = compiler(setting)
     for block in model.blocks if compile else ():
         block.compile(fullgraph=True, dynamic=False, backend=backend)
     groups = [[p for p in model.parameters() if isinstance(p, DTensor) is kind] for kind in (True, False)]

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,33 +16,23 @@ from benchmarks.gpt import SHAPES, loss_of
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-RUNS = ("ours-dp", "ours-dp-zero3", "ours-tp")
-TOLERANCE = 1e-2  # of a loss: some of bfloat16's roundings, 1/256 each
+RUNS = ("ours-dp", "ours-zero3", "ours-tp")
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    """What benchmarks/train_step.py prints."""
-    command = [sys.executable, "-m", "benchmarks.train_step", "--gpus", "2", "--steps", "2"]
+@pytest.mark.gpu(2)
+def test_the_benchmark_finds_ours_right(tmp_path: Path) -> None:
+    """On two GPUs: losses and gradients of gpt-1.3b are as near to float32's as twice eager torch's."""
+    out = tmp_path / "lines.jsonl"
+    command = [sys.executable, "-m", "benchmarks.train_step", "--gpus", "2", "--steps", "1", "--rounds", "1"]
+    command += ["--out", str(out), "--contestants", *RUNS]
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-    command += ["--runs", "reference", *RUNS]
-    done = subprocess.run(command, env=env, cwd=ROOT, timeout=500, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=env, cwd=ROOT, timeout=570, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("precision", ["pure", "master"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_losses_are_those_of_one_gpu(shape: str, precision: str, run: str, rows: list[dict[str, Any]]) -> None:
-    asked = {"shape": shape, "precision": precision, "run": run}
-    (row,) = (row for row in rows if asked.items() <= row.items())
-    assert row["loss_20"] < 0.5 * row["loss_1"]
-    assert row["loss_gap"] < TOLERANCE
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["contestant"] for line in lines if line.get("correct")} == {*RUNS}
 
 
 @pytest.mark.parametrize("name", SHAPES)

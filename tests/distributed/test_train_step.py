@@ -1,0 +1,118 @@
+"""benchmarks/train_step: all contestants are rehearsed over gloo, peers get no mask, and sums of lines are right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from benchmarks.train_step import parent, peers, summary
+from benchmarks.train_step.__main__ import main, options
+from benchmarks.train_step.models import TINY_MODELS
+from benchmarks.train_step.rows import CONTESTANTS, ROWS, Row, rehearsal
+from benchmarks.train_step.setting import Setting
+
+NEED_MORE = {  # than a CPU, or than what is installed
+    *("ours-fused-graphs", "ours-tp-graphs", "ours-dp-graphs"),
+    *("dtensor-tp-sp-async", "torch-cp-allgather", "torch-cp-alltoall"),
+    *("jax", "jax-tp", "jax-tp-sp"),
+}
+
+
+@pytest.mark.slow
+def test_all_contestants_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    out = tmp_path / "lines.jsonl"
+    asked = ["--device", "cpu", "--tiny", "--rounds", "1", "--steps", "1", "--seconds", "900", "--out", str(out)]
+    code = main(asked)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    failed = {line.get("contestant", "a job"): line["failed"] for line in lines if "failed" in line}
+    assert not failed, failed
+    assert code == 0
+    measured = {line["contestant"] for line in lines if line.get("correct")}
+    told = {line["contestant"]: line["left_out"] for line in lines if "left_out" in line}
+    assert told.keys() <= NEED_MORE, told
+    assert measured | told.keys() == {name for row in rehearsal() for name in row.contestants}
+
+
+def test_every_contestant_is_in_a_row_and_rehearsed() -> None:
+    in_rows = {name for row in ROWS.values() for name in row.contestants}
+    assert in_rows <= CONTESTANTS.keys()
+    assert in_rows == {name for row in rehearsal() for name in row.contestants}
+
+
+def test_a_compiled_peer_of_hugging_face_gets_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def capturing(*_: Any) -> Any:
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            graphs.append(graph)
+            return graph
+
+        return backend
+
+    monkeypatch.setattr(peers, "compiler", capturing)
+    model, device = TINY_MODELS["gpt2"], torch.device("cpu")
+    (batch,) = model.batches(1, 2, device)
+    state = model.build(torch.float32).state_dict()
+    peers.compiled(Setting(model, state, batch, device, torch.float32, 1)).step(batch)
+    calls = [node for graph in graphs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
+    assert len(calls) == model.layers
+    for call in calls:
+        assert call.kwargs["is_causal"] is True
+        assert call.kwargs["attn_mask"] is None
+
+
+def line(contestant: str, turns: int, ms: float, **more: Any) -> dict[str, Any]:
+    row = {"row": "tp4-gpt-1.3b", "contestant": contestant, "turns": turns, "median_ms": ms, "rounds_ms": [ms, ms + 1]}
+    return {**row, "free_ms": ms, "bar": 1.3, "device": "H200", "torch": "2.11", "commit": "abc", **more}
+
+
+def test_ratios_are_of_turns_that_ran_together() -> None:
+    """The late peer's 90 ms were taken when ours took 60, so it is 1.5 of ours, and the early one's 52 are 1.3."""
+    lines = [line("ours-tp", 1, 40.0), line("dtensor-tp", 1, 52.0)]
+    lines += [line("ours-tp", 2, 60.0, again=True), line("jax-tp", 2, 72.0)]
+    said = summary.table(lines)
+    assert any("jax-tp / ours-tp = 1.200 (1.197 to 1.200)" in text and "missed by 7.7%" in text for text in said), said
+    lines[-1] = line("jax-tp", 2, 90.0)
+    said = summary.table(lines)
+    assert any("dtensor-tp / ours-tp = 1.300" in text and "met" in text for text in said), said
+
+
+def test_memory_is_held_against_the_leanest_peer_and_the_report() -> None:
+    lines = [line("ours-tp", 1, 40.0, peak_gib=11.0, reported_peak_gib=10.0)]
+    lines += [line("dtensor-tp", 1, 52.0, peak_gib=12.0), line("megatron-tp", 1, 53.0, peak_gib=10.0)]
+    said = summary.table(lines)
+    assert "  memory: 1.10 of megatron-tp's, bar 1.05: missed" in said
+    assert "  program.memory(): -9.1% of the peak, bar 3%: missed" in said
+
+
+def test_a_contestant_that_kills_its_job_leaves_the_others_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs: list[list[str]] = []
+
+    def job(
+        asked: argparse.Namespace, rows: list[Row], ranks: int, wanted: list[str], end: float, lines: list[Any]
+    ) -> tuple[int, tuple[str, str]]:
+        jobs.append(wanted)
+        bad = ("tp4-gpt-1.3b", "ours-tp")
+        if "/".join(bad) in wanted:
+            return -9, bad
+        lines += [line(each.split("/")[1], 1, 50.0) for each in wanted]
+        return 0, bad
+
+    monkeypatch.setattr(parent, "_job", job)
+    asked = ["--device", "cpu", "--rows", "tp4-gpt-1.3b", "--contestants", "ours-tp", "dtensor-tp"]
+    assert parent.measure(options(asked)) == 1
+    assert jobs == [["tp4-gpt-1.3b/dtensor-tp", "tp4-gpt-1.3b/ours-tp"], ["tp4-gpt-1.3b/dtensor-tp"]]
+    said = capsys.readouterr().out
+    assert "failed: the job died (-9)" in said
+    assert "dtensor-tp                     50.00 ms" in said
