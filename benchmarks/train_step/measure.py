@@ -12,11 +12,14 @@ import statistics
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.train_step.job import Agreement, clear, clock, say, synchronize
 from benchmarks.train_step.models import MODELS, TINY_MODELS, loss_of
@@ -120,11 +123,14 @@ class Measured:
     def _eager(self, dtype: torch.dtype) -> tuple[float, Mapping[str, Tensor]]:
         setting = replace(self.setting, dtype=dtype)
         model = setting.build()
+        for block in model.get_submodule(setting.model.blocks).children():  # float32 has no attention that is fused
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         total, batch = 0.0, self.batches[0]
-        for at in range(self.row.sequences):
-            loss = loss_of(model(**{name: x[at : at + 1] for name, x in batch.items()})) / self.row.sequences
-            loss.backward()
-            total += float(loss.detach())
+        with nullcontext() if dtype == torch.float32 else attention(self.device):
+            for at in range(self.row.sequences):
+                loss = loss_of(model(**{name: x[at : at + 1] for name, x in batch.items()})) / self.row.sequences
+                loss.backward()
+                total += float(loss.detach())
         grads = dict(model.named_parameters())
         found = {name: grads[name].grad.cpu() for name in setting.model.checked}  # type: ignore[union-attr]
         return total, found

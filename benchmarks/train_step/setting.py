@@ -101,7 +101,9 @@ def compiler(setting: Setting, mode: str = "default") -> Callable[..., Any]:
     only for the backend that the entry is of.
     """
     if setting.on_gpu:
-        patches = torch._inductor.list_mode_options(mode) if mode != "default" else None
+        import torch._inductor as inductor
+
+        patches = inductor.list_mode_options(mode) if mode != "default" else None
         compiled = partial(lookup_backend("inductor"), config_patches=patches)
     else:
         compiled = lookup_backend("aot_eager" if setting.ranks == 1 else "eager")

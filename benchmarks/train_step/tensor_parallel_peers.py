@@ -101,10 +101,11 @@ def dtensor(setting: Setting, sequence: bool = False, asynchronous: bool = False
 
     run = Run(step, gradients, rest=rest)
     if asynchronous:
+        from torch._inductor import config as inductor_config
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         enable_symm_mem_for_group(mesh.get_group().group_name)
-        run.building = lambda: torch._inductor.config.patch(_micro_pipeline_tp=True)
+        run.building = lambda: inductor_config.patch(_micro_pipeline_tp=True)
     return run
 
 
