@@ -130,6 +130,7 @@ def record(
         stack.enter_context(_node_hook(on_node))
         stack.enter_context(_quiet_stacks())
         stack.enter_context(_no_tensor_meta())
+        stack.enter_context(_shared_descriptions())
         gm = make_fx(fn, **options)(*inputs)
     for node in reversed(gm.graph.nodes):  # an op that raised, and whose error `fn` caught, has computed nothing
         raised = isinstance(node.target, OpOverload) and node.target._schema.returns and "val" not in node.meta
@@ -288,6 +289,38 @@ def _no_tensor_meta() -> Generator[None]:
         yield
     finally:
         module._extract_tensor_metadata = original
+
+
+@contextmanager
+def _shared_descriptions() -> Generator[None]:
+    """make_fx describes each value by a fake tensor of its own, `val`, for a tenth of a trace. Nothing here writes to
+    one, or asks what memory it lies in: values of one geometry share one. A value that is more than its geometry (a
+    subclass's, a view of conjugates, one that a real tensor stands behind) is described as torch does."""
+    module: Any = proxy_tensor
+    original = module.snapshot_fake
+    known: dict[object, Any] = {}
+
+    def snapshot(value: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            if (
+                type(value) is not FakeTensor
+                or value.real_tensor is not None
+                or value.layout != torch.strided
+                or value.is_complex()
+                or value.is_neg()
+            ):
+                return original(value, *args, **kwargs)
+            key = id(value.fake_mode), value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
+            found = known.get(key)
+            if found is None:
+                found = known[key] = original(value, *args, **kwargs)
+            return found
+
+    module.snapshot_fake = snapshot
+    try:
+        yield
+    finally:
+        module.snapshot_fake = original
 
 
 @contextmanager

@@ -10,6 +10,7 @@ whoever runs it with state of its own, which the simulator does not.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,14 +45,14 @@ def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]
     index_of = {node: i for i, node in enumerate(calls)}
     last = _last_reads(calls, index_of, of)
     twins = body.input_nodes()
-    ends = [of[value] for value in body.output_values]
+    ends = Counter(of[value] for value in body.output_values)
     allowed: list[Write] = []
     for port, value in zip(body.outputs, body.output_values, strict=True):
         if not _written_over(port) or port.name not in twins or value.op == "placeholder":
             continue
         over, call = twins[port.name], producer(value)[0]
         same_layout = type_of(over).dims == type_of(value).dims and type_of(over).dtype == type_of(value).dtype
-        once = ends.count(of[value]) == 1 and ends.count(of[over]) == 0
+        once = ends[of[value]] == 1 and of[over] not in ends
         repeated = body.microbatches > 1 and call in microbatch_nodes
         if (
             same_layout

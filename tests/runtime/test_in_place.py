@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.ir.graph import info
 from shardc.ir.in_place import writes
+from shardc.ir.storages import Storage
 from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 
@@ -65,6 +66,28 @@ def test_a_rank_trains_as_the_simulation_does(optimizer: str, plan: dict[str, An
     moved = [name for name, value in held.items() if value.data_ptr() != homes[name]]
     inplace = {info(write.over).name for write in over.values()}
     assert not {name for name in moved if name in inplace}
+
+
+def test_storages_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are three for each parameter: what is found of each must not take a look at all."""
+    layers = [nn.Linear(4, 4) for _ in range(20)]
+    model = nn.Sequential(*layers)
+    program = shardc.compile(
+        model,
+        torch.randn(4, 4),
+        mesh="dp=1",
+        loss=lambda y, _: y.sum(),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
+    )
+    compared: list[bool] = []
+
+    def same(one: object, other: object) -> bool:
+        compared.append(one is other)
+        return one is other
+
+    monkeypatch.setattr(Storage, "__eq__", same)
+    assert len(writes(program.body)) >= 3 * len(layers) * 2
+    assert len(compared) < len(program.body.outputs)
 
 
 def test_what_is_read_later_is_not_written_over() -> None:
