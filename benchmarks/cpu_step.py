@@ -317,7 +317,7 @@ def pipelined(model: nn.Module, job: Job) -> Side:
         losses: list[Tensor] = []
         last = rank == ranks - 1
         arguments = (batch["input_ids"],) if rank == 0 else ()
-        schedule.step(*arguments, **({"target": batch["labels"], "losses": losses} if last else {}))
+        schedule.step(*arguments, target=batch["labels"] if last else None, losses=losses if last else None)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         found = torch.stack(losses).mean().detach() if last else torch.zeros(())

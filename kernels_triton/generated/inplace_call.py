@@ -46,7 +46,15 @@ def run(inputs: Sequence[Tensor], line: str, over: Mapping[int, Tensor] = NONE) 
         not (like.is_cuda and launch.HAS_TRITON)
         or reference.lifted_dtype(parse(line), [x.dtype for x in inputs]) is not None
     ):
-        return copy_to_destinations(reference.run(checked_kernel(line, inputs), inputs), over)
+        kernel = checked_kernel(line, inputs)
+        written = {
+            number: to
+            for number, to in over.items()
+            if to.is_contiguous()
+            and reference.writes_once(kernel.outputs[number])
+            and to.dtype == kernel.outputs[number].dtype
+        }
+        return copy_to_destinations(reference.run(kernel, inputs, over=written), over)
     from kernels_triton.generated.launcher import launcher
 
     kernel = parse(line)

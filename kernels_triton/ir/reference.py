@@ -3,18 +3,25 @@
 Floats are computed in float32 and integers in int64, as on a GPU. If an input has another floating dtype than the
 kernel's text says, the whole graph was lifted to that dtype, which then replaces every floating dtype of the text. In
 float64 nothing is rounded, which makes exact comparisons possible.
+
+On a CPU a kernel runs on blocks of the first dim that fit in its caches, where nothing is summed over that dim: so it
+reads and writes memory once, as the kernel does on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kernels_triton.ir.access_map import AccessMap
-from kernels_triton.ir.kernel import Kernel, KernelStep, Operand, Ref
+from kernels_triton.ir.kernel import INDEXED, Kernel, KernelStep, Operand, Output, Ref
 from kernels_triton.ir.table import OPS, UNIFORM, Class, common_class, literal_class
+
+FRESH: Mapping[int, Tensor] = {}
+BLOCK = 2**15  # points of a space: 128 KiB of a value in float32
 
 
 def lifted_dtype(kernel: Kernel, dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
@@ -25,37 +32,83 @@ def lifted_dtype(kernel: Kernel, dtypes: Sequence[torch.dtype]) -> torch.dtype |
     return None
 
 
-def run(kernel: Kernel, inputs: Sequence[Tensor], stand_in: torch.dtype | None = None) -> list[Tensor]:
-    """The outputs, fresh and contiguous. `stand_in` is the dtype that the graph is lifted to, for kernels whose inputs
-    do not show it."""
+def run(
+    kernel: Kernel, inputs: Sequence[Tensor], stand_in: torch.dtype | None = None, over: Mapping[int, Tensor] = FRESH
+) -> list[Tensor]:
+    """The outputs, fresh and contiguous, or in the contiguous memory that `over` gives for some that `writes_once`.
+
+    That may be an input's if the kernel can overwrite it (`inplace_pairs`). `stand_in` is the dtype that the graph is
+    lifted to, for kernels whose inputs do not show it.
+    """
     stand_in = stand_in or lifted_dtype(kernel, [x.dtype for x in inputs])
     compute = torch.float64 if stand_in == torch.float64 or (stand_in is None and kernel.is_float64) else torch.float32
     device = inputs[0].device
     floats = {"f": compute, "i": torch.int64, "b": torch.bool}
-    values: list[Tensor] = []
-    for tensor, x in zip(kernel.inputs, inputs, strict=True):
-        view = strided_view(x.detach().contiguous(), tensor.access_map, kernel.space)
-        values.append(view.to(compute) if tensor.dtype.is_floating_point else view)
-
-    def operand(of: Operand, into: Class) -> Tensor:
-        if isinstance(of, Ref):
-            return values[of.index].to(floats[into])
-        return torch.tensor(of, dtype=floats[into], device=device)
-
-    for step in kernel.steps:
-        values.append(_run_step(kernel, step, values, operand, stand_in))
+    given = [
+        strided_view(x.detach().contiguous(), tensor.access_map, kernel.space)
+        for tensor, x in zip(kernel.inputs, inputs, strict=True)
+    ]
     outputs: list[Tensor] = []
-    for output in kernel.outputs:
+    stores: list[tuple[int, Tensor]] = []
+    for number, output in enumerate(kernel.outputs):
         dtype = stand_in if stand_in is not None and output.dtype.is_floating_point else output.dtype
-        out = torch.empty(output.shape, dtype=dtype, device=device)
+        out = over[number] if number in over else torch.empty(output.shape, dtype=dtype, device=device)
         if len(output.stores) > 1 and dtype.is_floating_point:
             out.fill_(float("nan"))  # an element that no store writes becomes visible
         if output.padded:
             out.zero_()
-        for store in output.stores:
-            strided_view(out, store.access_map, kernel.space).copy_(values[store.value.index])
+        stores += [(s.value.index, strided_view(out, s.access_map, kernel.space)) for s in output.stores]
         outputs.append(out)
+    overwritten = {out.untyped_storage().data_ptr() for out in over.values()}
+    literals: dict[tuple[str, Class], Tensor] = {}
+    values: list[Tensor] = []
+
+    def operand(of: Operand, into: Class) -> Tensor:
+        if isinstance(of, Ref):
+            return values[of.index].to(floats[into])
+        key = repr(of), into
+        if key not in literals:
+            literals[key] = torch.tensor(of, dtype=floats[into], device=device)
+        return literals[key]
+
+    size = _block(kernel, device)
+    for first in range(0, kernel.space[0], size):
+        values[:] = [
+            _part(view, first, size).to(compute) if tensor.dtype.is_floating_point else _part(view, first, size)
+            for tensor, view in zip(kernel.inputs, given, strict=True)
+        ]
+        for step in kernel.steps:
+            values.append(_run_step(kernel, step, values, operand, stand_in))
+        results = [values[index] for index, _ in stores]
+        if overwritten:  # a value may be an input as it is, which the store of another overwrites
+            results = [r.clone() if r.untyped_storage().data_ptr() in overwritten else r for r in results]
+        for (_, view), result in zip(stores, results, strict=True):
+            _part(view, first, size).copy_(result)
     return outputs
+
+
+def writes_once(output: Output) -> bool:
+    """Whether an output's elements are each written once, by one store, so that it may overwrite an input."""
+    return len(output.stores) == 1 and not output.padded
+
+
+def _block(kernel: Kernel, device: torch.device) -> int:
+    """How many indices of the first dim are computed at a time: all, or on a CPU what its caches hold of a kernel whose
+    values there depend on no others."""
+    whole = max(1, kernel.space[0])
+    if device.type != "cpu" or any(step.op in INDEXED or OPS[step.op].reduces == "col" for step in kernel.steps):
+        return whole
+    if len(kernel.space) == 1 and any(OPS[step.op].reduces for step in kernel.steps):
+        return whole
+    if any(len(output.stores) > 1 for output in kernel.outputs):
+        return whole
+    maps = [*(i.access_map for i in kernel.inputs), *(s.access_map for o in kernel.outputs for s in o.stores)]
+    return whole if any(m.strides[0] < 0 for m in maps) else max(1, BLOCK // max(1, math.prod(kernel.space[1:])))
+
+
+def _part(view: Tensor, first: int, size: int) -> Tensor:
+    """A block of a view over the space, or all of one that does not vary along the first dim."""
+    return view if view.shape[0] <= min(1, size) or size >= view.shape[0] else view[first : first + size]
 
 
 def strided_view(x: Tensor, access_map: AccessMap, space: Sequence[int]) -> Tensor:
