@@ -45,9 +45,14 @@ def steps(hardware: Hardware) -> Iterator[OneGpuStep]:
         if row["gpus"] == 1 and not row.get("opt") and not predicted_steps.why_left_out(row):
             run = predicted_steps.mirrored(row)
             yield _step(run.name, row["step_ms"], predicted_steps.compiled(run).predict(eager))
-    for row in own_steps.rows():
-        if row["gpus"] == 1 and own_steps.bound_by_the_gpu(row):
-            yield _step(own_steps.name(row), row["step_ms"], own_steps.compiled(row).predict(machine))
+    for row in own_rows():
+        yield _step(own_steps.name(row), row["step_ms"], own_steps.compiled(row).predict(machine))
+
+
+def own_rows() -> list[own_steps.Row]:
+    """Our own steps that are in the fit: of one GPU of this machine, which does not wait for Python."""
+    rows = (row for row in own_steps.rows() if row["gpus"] == 1 and "hardware" not in row)
+    return [row for row in rows if own_steps.bound_by_the_gpu(row)]
 
 
 def _step(name: str, measured_ms: float, found: Prediction) -> OneGpuStep:

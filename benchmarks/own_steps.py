@@ -14,6 +14,7 @@ import shardc
 from benchmarks.gpt import SHAPES
 from shardc.cost.prediction import Prediction
 from shardc.ir.hardware import Hardware
+from shardc.plan.hardware import hardware
 
 MEASURED = Path(__file__).parent / "measurements" / "own_steps.jsonl"
 PRECISION = {"compute": "bf16", "master": "fp32", "reduce": "fp32"}
@@ -27,7 +28,14 @@ def rows() -> list[Row]:
 
 def name(row: Row) -> str:
     mesh = "" if row["gpus"] == 1 else f" dp={row['gpus']}"
-    return f"ours {row['config']}{mesh}{' zero-3' if row['run'] == 'zero3' else ''}"
+    where = f" on {row['hardware']}" if "hardware" in row else ""
+    return f"ours {row['config']}{mesh}{' zero-3' if row['run'] == 'zero3' else ''}{where}"
+
+
+def machine_of(row: Row, otherwise: str) -> Hardware:
+    """What a row was measured on, with what a call took Python there."""
+    machine = hardware(row.get("hardware", otherwise))
+    return machine.changed({"call_seconds": row["call_seconds"]}) if "call_seconds" in row else machine
 
 
 def bound_by_the_gpu(row: Row) -> bool:
@@ -45,16 +53,19 @@ def compiled(row: Row) -> shardc.Program:
     plan: dict[str, Any] = {"fuse": True, "precision": PRECISION}
     if row["run"] != "one":
         plan |= {"inputs": dict.fromkeys(batch, "dp, -"), "bucket": True}
+    if not row.get("overlap"):  # measured before compute moved behind collectives
+        plan["overlap"] = False
     if row["run"] == "zero3":
         plan["storage"] = {"zero": 3, "axes": ["dp"]}
     return shardc.compile(model, batch, mesh=f"dp={gpus}", plan=plan, optimizer=torch.optim.AdamW(model.parameters()))
 
 
-def predictions(machine: Hardware, only: str = "") -> Iterator[tuple[str, list[Row], Prediction]]:
-    """Of each program its name, the rows that measured it, and its prediction."""
+def predictions(machine: str, only: str = "") -> Iterator[tuple[str, list[Row], Prediction]]:
+    """Of each program its name, the rows that measured it, and its prediction; `machine` is that of rows that name
+    none."""
     by_name: dict[str, list[Row]] = {}
     for row in rows():
         by_name.setdefault(name(row), []).append(row)
     for program, measured in by_name.items():
         if only in program:
-            yield program, measured, compiled(measured[0]).predict(machine)
+            yield program, measured, compiled(measured[0]).predict(machine_of(measured[0], machine))

@@ -251,7 +251,7 @@ def main(arguments: Sequence[str]) -> None:
         _print(run.row, predicted, run.name)
         if asked.trace is not None:
             predicted.to_trace(asked.trace / f"{run.name.replace(' ', '_')}.json")
-    for name, measured, predicted in own_steps.predictions(hardware(HARDWARE), asked.only):
+    for name, measured, predicted in own_steps.predictions(HARDWARE, asked.only):
         for row in measured:
             _print(row, predicted, f"{name}, {row['date']}")
     for slow, fast in wrong_pairs(pairs):
