@@ -26,8 +26,9 @@ from tests.replanned import replanned
 # Slow enough that products of a few rows take as long as their collectives.
 SLOW = dict.fromkeys(("bf16_flops_per_second", "fp32_flops_per_second", "fp64_flops_per_second"), 1e10)
 OFF: dict[str, Any] = {"late_gradients": False}
-COLUMNS = {"tok.weight": "tp, -", "head.weight": "tp, -"}
-COLUMNS |= {f"**.{name}.weight": "tp, -" for name in ("q", "k", "v", "up")}
+COLUMNS = dict.fromkeys(
+    ("tok.weight", "head.weight", *(f"**.{name}.weight" for name in ("q", "k", "v", "up"))), "tp, -"
+)
 SEQUENCE = {"activations": {"blocks.*": "-, tp, -", "tok": "-, tp, -"}}
 BATCH = {"inputs": {"tokens": "dp, -", "targets": "dp, -"}}
 SMALL = Sizes(2, 16, 4, 4, 32, 8, 24)
