@@ -78,6 +78,16 @@ def _keep(asked: argparse.Namespace, lines: Lines, line: dict[str, Any]) -> None
             file.write(text + "\n")
 
 
+def _end(job: subprocess.Popen[str]) -> None:
+    """The launcher ends its ranks when it is asked to, with SIGKILL after 30 s; they are in sessions of their own."""
+    job.send_signal(signal.SIGTERM)
+    try:
+        job.wait(45)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
 def _job(
     asked: argparse.Namespace, rows: list[Row], ranks: int, wanted: list[str], end: float, lines: Lines
 ) -> tuple[int, tuple[str, str]]:
@@ -103,8 +113,7 @@ def _job(
         try:
             text = read.get(timeout=max(min(asked.stall, end + 30 - time.monotonic()), 1))
         except Empty:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+            _end(job)
             return -signal.SIGKILL, begun
         if text is None:
             return job.wait(), begun
