@@ -64,10 +64,11 @@ def test_equal_layers_are_shown_once() -> None:
     sizes = [len(json.dumps(known(layers)["graphs"])) for layers in (4, 12)]
     assert sizes[1] < 1.1 * sizes[0]
     (graph,) = known(12)["graphs"]
-    # The first layer reads what is no layer's, and the last one's result is read by the loss.
+    # The first layer reads what is no layer's, and the last one's result is read by the loss. Gradients of weights run
+    # behind the collective of their own layer or of the next one.
     folded = [s for s in graph["segments"] if s["count"] > 1]
-    assert folded
-    assert all(s["count"] >= 10 and s["layers"].startswith("h.") for s in folded)
+    assert sum(s["count"] >= 10 for s in folded) >= 4
+    assert all(s["count"] >= 5 and s["layers"].startswith("h.") for s in folded)
 
 
 def test_every_line_that_is_shown_has_its_facts() -> None:
