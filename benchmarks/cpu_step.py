@@ -297,7 +297,7 @@ class Stage(nn.Module):
         rotary = self.rotary(x, positions)
         for layer in self.layers:
             x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotary)
-        return x if self.norm is None else self.head(self.norm(x))
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
 def pipelined(model: nn.Module, job: Job) -> Side:
