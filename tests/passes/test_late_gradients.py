@@ -81,7 +81,7 @@ def exposed_ms(program: shardc.Program) -> float:
 # By model and whether its sequence lies over tp, too: collectives of backward without a product beside them, with the
 # order of autograd; and the most of their exposed time that is left.
 NAMED = {
-    ("llama3-8b-slice", False): (4, 0.01),
+    ("llama3-8b-slice", False): (4, 0.02),
     ("llama3-8b-slice", True): (10, 0.2),
     ("gpt-1.3b", False): (2, 0.2),
     ("gpt-6.7b-slice", True): (9, 0.2),

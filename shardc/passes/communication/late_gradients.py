@@ -38,7 +38,7 @@ from shardc.ir.call_slots import slotted_calls
 from shardc.ir.collectives import collective
 from shardc.ir.graph import Graph, info, op_name, operands, producer
 from shardc.ir.hardware import DEFAULT, Hardware
-from shardc.ir.microbatch import in_microbatch
+from shardc.ir.microbatch import before_microbatches, in_microbatch
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.exchange import EXCHANGES
 from shardc.ir.overlap_schedule import PASS_ON, sums_gradients
@@ -62,9 +62,9 @@ class LateGradients(Pass):
         return self._behind_collectives(_casts_late(graph)) if self.enabled else graph
 
     def _behind_collectives(self, graph: Graph) -> Graph:
-        inside = in_microbatch(graph)
+        inside, early = in_microbatch(graph), before_microbatches(graph)
         nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
-        order = sorted(nodes, key=lambda node: node not in inside)
+        order = sorted(nodes, key=lambda node: 0 if node in early else 1 if node in inside else 2)
         movable = Movable.of([node for node in order if node in inside])
         if not movable.products or not movable.awaited:
             return graph
