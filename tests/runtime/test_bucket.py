@@ -28,7 +28,7 @@ from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.prepared_code import Routine
 from tests.replanned import replanned
 
-KERNELS = {"mm", "sum.dim_IntList", "shardc.layer_norm_backward"}
+KERNELS = {"mm", "shardc.fused", "shardc.layer_norm_backward"}
 
 
 class Alone:
