@@ -1,5 +1,5 @@
 """Our own recorded steps (`benchmarks/measurements/own_steps.jsonl`) and their programs: fused, in buckets, float32
-masters, AdamW in the step, as `benchmarks.train_step` ran them."""
+masters, AdamW in the step. `benchmarks.measure_own_steps` measures them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import shardc
-from benchmarks.gpt import SHAPES
+from benchmarks.gpt import SHAPES, Shape
 from shardc.cost.prediction import Prediction
 from shardc.ir.hardware import Hardware
 from shardc.plan.hardware import hardware
@@ -43,9 +43,9 @@ def bound_by_the_gpu(row: Row) -> bool:
     return max(row.get("python_ms", [float("inf")])) < row["step_ms"] / 2
 
 
-def compiled(row: Row) -> shardc.Program:
-    """The program of a row, on the meta device."""
-    shape, gpus = SHAPES[row["config"]], row["gpus"]
+def compiled(row: Row, shape: Shape | None = None) -> shardc.Program:
+    """The program of a row, on the meta device; of another shape if one is given."""
+    shape, gpus = shape or SHAPES[row["config"]], row["gpus"]
     with torch.device("meta"):
         model = shape.model(torch.float32)
         ids = torch.zeros(shape.batch * gpus, shape.seq, dtype=torch.long)

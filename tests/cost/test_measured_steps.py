@@ -1,14 +1,21 @@
 """Predictions beside what others measured: the errors of `python -m benchmarks.predicted_steps` stay what they are."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import fit_power, own_steps
 from benchmarks import predicted_steps as bench
+from tests.ports import free_port
 
+ROOT = Path(__file__).resolve().parents[2]
 SPARE = 0.006
 # By run and its measured milliseconds: the predicted time over the measured one, less 1.
 ERRORS = {
@@ -74,6 +81,36 @@ def test_the_error_of_our_own_step_is_what_it_was(config: str, run: str, where: 
     row = [row for row in own_steps.rows() if measured_by(row) == (config, run, where)][-1]
     predicted = own_steps.compiled(row).predict(own_steps.machine_of(row, bench.HARDWARE))
     assert predicted.step_ms / row["step_ms"] - 1 == pytest.approx(OURS[config, run, where], abs=SPARE)
+
+
+@pytest.mark.slow
+def test_own_steps_are_measured() -> None:
+    """A rehearsal on a CPU prints a line as the recorded ones are."""
+    ranks = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": f"{free_port()}",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.measure_own_steps",
+        "--tiny",
+        "--steps",
+        "2",
+        "--warm",
+        "1",
+        "gpt2:one",
+    ]
+    done = subprocess.run(command, env=os.environ | ranks, cwd=ROOT, capture_output=True, timeout=300, check=True)
+    line = json.loads(done.stdout)
+    recorded = [row for row in own_steps.rows() if row.get("overlap")]
+    for row in recorded:
+        assert row.keys() - line.keys() == {"hardware", "call_seconds"}, "which say what a prediction is made with"
+    assert (line["config"], line["run"], line["gpus"], line["collectives"]) == ("gpt2", "one", 1, 0)
+    assert 0 < line["step_min"] <= line["step_ms"]
 
 
 def test_own_steps_all_have_an_error() -> None:
