@@ -147,8 +147,7 @@ class _Streams:
         self.late: dict[fx.Node, float] = {}  # how much later than it could a collective began, for slower ranks
         contention = hardware.tables.contention
         self.cores, self.meetings = contention.cores, hardware.tables.meetings
-        self.factors = dict.fromkeys(KINDS, contention.memory) | {
-            "product": contention.product,
+        self.factors = dict.fromkeys(KINDS, contention.memory) | {  # of products each call says its own
             "attention": contention.attention,
             "collective": contention.collective,
         }

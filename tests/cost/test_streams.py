@@ -149,6 +149,16 @@ def test_work_beside_a_collective_takes_longer() -> None:
     assert found.seconds == pytest.approx(2 * PRODUCT + REDUCED, rel=1e-2)
 
 
+@pytest.mark.parametrize(("units", "slower"), [(2, 1), (1, 2)])
+def test_products_beside_a_collective_lose_rounds_of_tiles(units: int, slower: int) -> None:
+    """Of two tiles: none with two units left, one with one left. `product` is for those whose tiles are not known."""
+    table = {"dtypes": ["float32"], "flops_per_second": 1e12, "units": 3, "tiles": [[[SIZE, SIZE // 2], 1.0]]}
+    alone = with_tables(products=[table])
+    beside = with_tables(products=[table], contention={"product": 9, "units": 3 - units})
+    one, both = (timed(beside_a_collective(8), hardware)[0].kinds["product"] for hardware in (alone, beside))
+    assert both == pytest.approx(one * (2 + 8 * slower) / 10, rel=1e-2)
+
+
 def test_a_kernel_is_slowed_by_every_collective_under_way() -> None:
     """Four in a row on one stream, behind them a chain of products: all of it but the end runs beside one of them."""
     drawn = Drawn()
