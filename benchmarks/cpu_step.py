@@ -174,16 +174,16 @@ def agreed(ours: Sequence[float], peers: Sequence[float], what: str) -> float:
 
 
 def largest(value: float) -> float:
-    found = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found)
+    most = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
 
 
 def mean(loss: Tensor) -> float:
     """The loss of the whole batch, from the losses of ranks' equal parts."""
-    found = loss.detach().clone()
-    dist.all_reduce(found)
-    return float(found) / dist.get_world_size()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
 
 
 # ---------------------------------------------------------------------- memory
@@ -320,9 +320,9 @@ def pipelined(model: nn.Module, job: Job) -> Side:
         schedule.step(*arguments, target=batch["labels"] if last else None, losses=losses if last else None)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        found = torch.stack(losses).mean().detach() if last else torch.zeros(())
-        dist.broadcast(found, ranks - 1)  # as ours says the loss on all ranks
-        return float(found)
+        loss = torch.stack(losses).mean().detach() if last else torch.zeros(())
+        dist.broadcast(loss, ranks - 1)  # as ours says the loss on all ranks
+        return float(loss)
 
     return Side(step)
 

@@ -191,8 +191,8 @@ def compared(options: argparse.Namespace) -> None:
         for _ in range(ROUNDS):
             for side, times in zip(sides, spent, strict=True):
                 times += side.ask("steps", max(1, options.steps // ROUNDS))
-        baseline, own = map(min, spent)
-        row = {"case": label, "layers": options.layers, "baseline": baseline, "least": own, "ratio": own / baseline}
+        baseline, least = map(min, spent)
+        row = {"case": label, "layers": options.layers, "baseline": baseline, "least": least, "ratio": least / baseline}
         print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     for side in sides:
         side.close()

@@ -116,8 +116,8 @@ class Measured:
         if self.setting.dtype == torch.float32:
             return {"loss": loss, "grads": grads, "bounds": {"loss": 1e-4, "grad": 1e-3}}
         near, nears = self._eager(self.setting.dtype)
-        own = gaps(near, nears, loss, grads)
-        bounds = {"loss": max(2 * own["loss"], 1e-3), "grad": max(2 * own["grad"], 1e-2)}
+        rounding = gaps(near, nears, loss, grads)
+        bounds = {"loss": max(2 * rounding["loss"], 1e-3), "grad": max(2 * rounding["grad"], 1e-2)}
         return {"loss": loss, "grads": grads, "bounds": bounds}
 
     def _eager(self, dtype: torch.dtype) -> tuple[float, Mapping[str, Tensor]]:
@@ -132,8 +132,7 @@ class Measured:
                 loss.backward()
                 total += float(loss.detach())
         grads = dict(model.named_parameters())
-        found = {name: grads[name].grad.cpu() for name in setting.model.checked}  # type: ignore[union-attr]
-        return total, found
+        return total, {name: grads[name].grad.cpu() for name in setting.model.checked}  # type: ignore[union-attr]
 
     def _eager_losses(self) -> list[float]:
         model = self.setting.build()
@@ -199,12 +198,12 @@ class Measured:
                 bound = 1e-4 if self.setting.dtype == torch.float32 else 0.02
                 return {"loss_gap": float(f"{gap:.3g}"), "loss_bound": bound, "correct": gap <= bound}
             loss = whole_loss(run, run.step(self.batches[0]), self.ranks)
-            found = gaps(loss, run.gradients(), self.truth["loss"], self.truth["grads"])  # type: ignore[arg-type]
+            errors = gaps(loss, run.gradients(), self.truth["loss"], self.truth["grads"])  # type: ignore[arg-type]
             bounds: dict[str, float] = self.truth["bounds"]  # type: ignore[assignment]
-            right = all(found[key] <= bounds[key] for key in bounds)
+            right = all(errors[key] <= bounds[key] for key in bounds)
             row = {
                 f"{key}_{what}": float(f"{of[key]:.3g}")
-                for what, of in (("gap", found), ("bound", bounds))
+                for what, of in (("gap", errors), ("bound", bounds))
                 for key in bounds
             }
             return {**row, "correct": not self.agreement.any(not right)}
@@ -298,8 +297,8 @@ def gaps(loss: float, grads: Mapping[str, Tensor], to: float, theirs: Mapping[st
     for name, truth in theirs.items():
         if name not in grads:
             return {"loss": float("inf"), "grad": float("inf")}
-        found = grads[name].detach().cpu().double()
-        gap = float((found - truth.double()).norm() / truth.double().norm())
+        gradient = grads[name].detach().cpu().double()
+        gap = float((gradient - truth.double()).norm() / truth.double().norm())
         worst = max(worst, gap if gap == gap else float("inf"))
     off = abs(loss / to - 1)
     return {"loss": off if off == off else float("inf"), "grad": worst}
