@@ -77,6 +77,7 @@ def measured(name: str) -> dict[str, Any]:
         "compiles": ranking.compiled,
         "best": str(best.candidate),
         "step_ms": round(best.step_ms, 3),
+        "closed_form_ms": round(1e3 * best.estimate.seconds, 3),
         "peak_bytes": best.peak_bytes,
     }
 

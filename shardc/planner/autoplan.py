@@ -293,7 +293,9 @@ class _Ranker:
         assert isinstance(costs, LayerCosts), "a candidate that was priced has compiled layers"
         runs = costs.runs if whole else tuple((part, min(few, count)) for part, count in costs.runs)
         closed = estimate(c, dataclasses.replace(costs, runs=runs), subject.hardware, subject.numbers)
-        seconds = p.seconds * prediction.step_ms / 1e3 / closed.seconds
+        # Stages of so few layers are cut within layers, so they are even; the closed form cuts between layers.
+        even = closed.seconds if whole else closed.seconds - closed.uneven
+        seconds = p.seconds * prediction.step_ms / 1e3 / even
         peak = round(p.estimate.memory.total + prediction.peak_bytes - closed.memory.total)
         said = "the whole model" if whole else f"{few} of {layers} equal layers, and extrapolated to all"
         return seconds, peak, f"compiled and predicted as a step of {said}"
