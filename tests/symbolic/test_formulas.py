@@ -19,8 +19,8 @@ from shardc.symbolic.layers import Candidate, pruned
 from tests.symbolic.families import FAMILIES, HIDDEN, POSITIONS, compiled
 
 LAYERS = 5
-# Where gradients are sent or made layers late, peaks of few layers are other ones: the layers that are compiled, and those
-# that peaks are formulas for. Of GPT-2 under sequence parallelism other products run late from layer to layer.
+# Where gradients are made layers late, peaks of few layers are other ones: the layers that are compiled, and those that
+# peaks are formulas for. Of GPT-2 under sequence parallelism other products run late from layer to layer.
 MORE_LAYERS = {"llama": (9, "from 7"), "llama_sp": (9, "from 7"), "gpt2_sp": (5, "of 5")}
 OWN = {"B": 4, "S": 6, "dp": 2, "tp": 2}  # what formulas are derived from: sizes that divide those of the models
 PARTS, OF_A_PART = 20, 10  # random sizes of each family: parts run on as many cores
