@@ -27,7 +27,7 @@ from kernels_triton.base.inplace import INTO, Into
 from shardc.ir.graph import Graph, op_name, operands, producer, type_of
 from shardc.ir.in_place import POINTWISE, out_variant
 from shardc.ir.microbatch import before_microbatches
-from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, write_wgrad
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, unpack
 from shardc.ir.ops.collectives import all_reduce
 from shardc.ir.ops.linear import LINEAR_WGRAD
@@ -115,6 +115,8 @@ def maker(op: OpOverload) -> Callable[..., Any] | None:
         return _copied
     if op is LINEAR_WGRAD:
         return _wgrad
+    if op is ACCUMULATE_WGRAD:
+        return write_wgrad
     return out_variant(op) if op_name(op) in MAKES else None
 
 

@@ -49,7 +49,7 @@ def test_every_step_of_a_compile_is_watched() -> None:
     assert order[:7] == [
         *("normalize", "imply_masks", "group_experts", "limit_experts", "accumulate", "join_loads", "append_updates"),
     ]
-    assert order[-4:] == ["align", "overlap", "bucket", "fuse"]
+    assert order[-5:] == ["align", "overlap", "sum_products", "bucket", "fuse"]
     assert {len(graphs) for graphs in seen.values()} == {1}
     (_, before), (_, after) = seen["bucket"][0], seen["fuse"][0]
     assert traffic(after).kernels < traffic(before).kernels

@@ -66,6 +66,7 @@ from shardc.passes.sharding.spread_taps import SpreadTaps
 from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
+from shardc.passes.sum_products import SumProducts
 from shardc.plan.context import Balance
 
 FOLDER = Path(__file__).parent / "single"
@@ -126,6 +127,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "pack_parts": PackParts,
     "align": Align,
     "overlap": Overlap,
+    "sum_products": SumProducts,
     "bucket": Bucket,
     "fuse": Fuse,
 }
