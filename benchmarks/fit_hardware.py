@@ -2,9 +2,10 @@
 
     python -m benchmarks.fit_hardware benchmarks/measurements/h200.jsonl --out configs/hardware/h200-nvlink.yaml
 
-Collectives, attention and memory are fitted directly (`shardc.runtime.calibrate.fit`); the cache and contention
-to `h200_calibrate.jsonl` beside the measurements, of other H200s. Products were not measured on
-their own: their rate is that with which whole steps of one GPU come out, in which all else has a time already:
+Collectives, attention and memory are fitted directly (`shardc.runtime.calibrate.fit`); the cache to
+`h200_calibrate.jsonl` beside the measurements, of other H200s; contention and meetings to `h100_pair.jsonl`, of two
+H100s, whose units and NVLink are the same. Products were not measured on their own: their rate is that with which whole
+steps of one GPU come out, in which all else has a time already:
 
     products        6 FLOPs a weight and token, by `ProductRate` at each product's shape
     attention       by the fit
@@ -35,11 +36,12 @@ from shardc.ir.device_rates import ProductRate
 from shardc.ir.hardware import Hardware
 from shardc.ir.links import Group
 from shardc.ir.slowdowns import Power
-from shardc.runtime.calibrate.fit import BACKWARD, contention, kind_of, memory_points, tables
+from shardc.runtime.calibrate.fit import BACKWARD, contention, jitter, kind_of, memory_points, tables
 from shardc.runtime.calibrate.rows import Row, read_rows
 from shardc.runtime.calibrate.write import hardware_yaml
 
 BF16 = torch.bfloat16
+OTHERS = "h200_calibrate.jsonl", "h100_pair.jsonl"
 LOGIT_SECONDS = 13.1e-12  # of cross-entropy in eager mode, for an element of the logits
 
 
@@ -65,6 +67,7 @@ SHEET = {
     "peak_flops_per_second": (9.89e14, "data sheet, without sparsity"),
     "fp32_flops_per_second": (6.7e13, "data sheet, without TF32"),
     "fp64_flops_per_second": (6.7e13, "data sheet, tensor cores"),
+    "fp8_flops_per_second": (1.5e15, "1.979e+15 by the data sheet, of which bf16 reaches 0.76"),
     "link_bytes_per_second": (4.3e11, "measured: all-gathers of 4 GPUs from 16 MiB on; 4.5e+11 by the data sheet"),
     "network_bytes_per_second": (4.7e10, "46 to 48 GB/s of a 400 Gbit/s adapter: NVIDIA/nccl-tests issue 290"),
     "accelerators_per_node": (8, "data sheet of the DGX H200"),
@@ -150,13 +153,15 @@ def steps(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["kind"] == "step" and row["gpus"] == 1 and not row["opt"]]
 
 
-def fitted(rows: Sequence[Row], calibrated: Sequence[Row]) -> Hardware:
+def fitted(rows: Sequence[Row], calibrated: Sequence[Row], pair: Sequence[Row]) -> Hardware:
     """All tables; the products' rate and start of a tile are those with which steps come out best. `calibrated` are of
-    warm caches: they tell the cache's table, and contention."""
+    warm caches, whose table they tell; `pair` tells what ranks and collectives do to each other."""
     measured = tables(rows)
     cached = [row for row in calibrated if row["kind"] == "ceiling" and row["mib"] <= CACHED]
     measured["cache"] = {"bytes": CACHE, "seconds": memory_points(cached)}
-    measured["contention"] = contention(row for row in calibrated if row["kind"] == "contention")
+    tiles = ProductRate.model_validate({**PRODUCTS, "start_seconds": 0.0, "depth_start": 0})
+    measured["contention"] = contention([row for row in pair if row["kind"] == "contention"], tiles)
+    measured["meetings"] = jitter([row for row in pair if row["kind"] == "meeting"])
     measured["links"][0]["name"] = "nvlink"
     measured["links"] += NETWORK
     quantities = {name: value for name, (value, _) in SHEET.items()}
@@ -237,7 +242,8 @@ def text(hardware: Hardware, source: str) -> str:
         "power": "fitted to steps of one GPU, eager and our own: products slow down while a device does nothing else;"
         " most: measured",
         "cache": "measured: an elementwise kernel up to 32 MiB, its operand and result in the cache; bytes: data sheet",
-        "contention": "measured: medians beside each other, by those alone",
+        "contention": "measured on two H100s: medians beside each other, by those alone; units: by products' shapes",
+        "meetings": "measured on two H100s: what ranks that compute and meet take longer than both take alone",
     }  # fmt: skip
     title = [
         "NVIDIA H200 SXM, 8 a node. What is not here is as in default.yaml.",
@@ -255,7 +261,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args(arguments)
     rows = read_rows(asked.measurements)
-    hardware = fitted(rows, read_rows(asked.measurements.with_name("h200_calibrate.jsonl")))
+    calibrated, pair = (read_rows(asked.measurements.with_name(name)) for name in OTHERS)
+    hardware = fitted(rows, calibrated, pair)
     if asked.out is not None:
         programs = list(fit_power.steps(hardware))
         hardware = with_power(hardware, fit_power.fitted(programs, MOST))

@@ -53,7 +53,7 @@ from torch import Tensor
 
 from benchmarks.long_context_runs import INSTEAD, OPTIONAL, RUNS, Run, Setting, program_of, reference, slice_of
 from benchmarks.profile_step import profile
-from benchmarks.train_step import clear, joined, leads, synchronize
+from benchmarks.train_step.job import clear, joined, leads, synchronize
 
 TOLERANCE = 0.05  # of what a gradient in bfloat16 may differ by
 LENGTHS, TINY = (32768, 131072), (64,)

@@ -1,5 +1,5 @@
 """Our own recorded steps (`benchmarks/measurements/own_steps.jsonl`) and their programs: fused, in buckets, float32
-masters, AdamW in the step, as `benchmarks.training_runs` ran them."""
+masters, AdamW in the step, as `benchmarks.train_step` ran them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 import shardc
 from benchmarks.gpt import SHAPES
-from benchmarks.training_runs import optimizer_of
 from shardc.cost.prediction import Prediction
 from shardc.ir.hardware import Hardware
 
@@ -48,7 +47,7 @@ def compiled(row: Row) -> shardc.Program:
         plan |= {"inputs": dict.fromkeys(batch, "dp, -"), "bucket": True}
     if row["run"] == "zero3":
         plan["storage"] = {"zero": 3, "axes": ["dp"]}
-    return shardc.compile(model, batch, mesh=f"dp={gpus}", plan=plan, optimizer=optimizer_of(model))
+    return shardc.compile(model, batch, mesh=f"dp={gpus}", plan=plan, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 def predictions(machine: Hardware, only: str = "") -> Iterator[tuple[str, list[Row], Prediction]]:

@@ -3,7 +3,10 @@
 The model is `benchmarks.gpt` of a given number of layers. Nothing is sent. Attention and the kernels of `fuse` only
 allocate their results, as before a launch on a GPU: a CPU would run their references.
 
-    python -m benchmarks.python_step [--layers 8] [--steps 20] [--only WORD] [--profile]
+    python -m benchmarks.python_step [--layers 8] [--steps 20] [--only WORD] [--profile] [--baseline CHECKOUT]
+
+With a baseline, a checkout of another commit, this script runs that one's shardc too, in a process of its own. Rounds
+of the two alternate, and `ratio` is of the least times. The checkout needs no benchmark of its own.
 """
 
 from __future__ import annotations
@@ -11,12 +14,16 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +32,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardc
 from benchmarks.gpt import GPT, GPT_PLAN
+from kernels_triton.base import library
 from kernels_triton.base.inplace import INTO, Operand, Place
-from kernels_triton.base.library import implement
 from kernels_triton.ir.text import parse
 from shardc.ir.graph import type_of
 from shardc.ir.group_axes import axes_used
@@ -38,6 +45,7 @@ from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 from shardc.runtime.oracle.simulate import sharded
 
 CPU = torch.device("cpu")
+ROUNDS = 5  # of each side
 DP = {"inputs": {"input_ids": "dp, -", "labels": "dp, -"}}
 ZERO_3 = {**DP, "storage": {"zero": 3, "axes": ["dp"]}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,8 +95,11 @@ def without_attention() -> None:
         gradients = (t.new_zeros([t.shape[i] for i in (0, 2, 1, 3)]).transpose(1, 2) for t in (q, k, v))
         return (*gradients, q.new_zeros(0))
 
-    implement("sdpa", forward, "CPU")
-    implement("sdpa_bwd", backward, "CPU")
+    for name, kernel in (("sdpa", forward), ("sdpa_bwd", backward)):
+        if hasattr(library, "implement"):
+            library.implement(name, kernel, "CPU")
+        else:  # an older checkout, whose executors go through the dispatcher
+            library.LIBRARY.impl(name, kernel, "CPU")
 
 
 def step_of(mesh: str, plan: Mapping[str, Any], layers: int) -> Callable[[], Any]:
@@ -127,38 +138,118 @@ class Counter:
     def report_own_failure(self, why: str) -> None: ...
 
 
+class Side:
+    """A process that runs steps of one checkout's shardc: `checkout`, or without one this script's own."""
+
+    def __init__(self, checkout: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
+        command = [sys.executable, "-P", __file__, "--answer"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=checkout
+        )
+
+    def ask(self, *words: object) -> Any:
+        """The answer to a request: `case NAME FUSE LAYERS`, or `steps COUNT`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the process that ran {words} ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def answer() -> None:
+    """Serve requests of `Side` until there are no more."""
+    run: Callable[[], Any] = lambda: None  # noqa: E731
+    for line in sys.stdin:
+        match json.loads(line):
+            case ["case", str(name), bool(fuse), int(layers)]:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                run = prepared(name, fuse, layers)
+                print(json.dumps(shardc.__file__), flush=True)
+            case ["steps", int(count)]:
+                print(json.dumps([timed(run) for _ in range(count)]), flush=True)
+            case other:
+                raise ValueError(f"unknown request {other}")
+
+
+def compared(options: argparse.Namespace) -> None:
+    """Print a row per case: least milliseconds of the baseline's steps, of this checkout's, and their ratio."""
+    sides = Side(options.baseline), Side(Path(__file__).parents[1])
+    for name, fuse, label in chosen(options.only):
+        for side in sides:
+            side.ask("case", name, fuse, options.layers)
+        spent: tuple[list[float], list[float]] = [], []
+        for _ in range(ROUNDS):
+            for side, times in zip(sides, spent, strict=True):
+                times += side.ask("steps", max(1, options.steps // ROUNDS))
+        baseline, own = map(min, spent)
+        row = {"case": label, "layers": options.layers, "baseline": baseline, "least": own, "ratio": own / baseline}
+        print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    for side in sides:
+        side.close()
+
+
+def chosen(word: str) -> list[tuple[str, bool, str]]:
+    """The name of each case whose label has the word, whether it fuses, and its label."""
+    cases = [(name, fuse, f"{name} fuse" if fuse else name) for name in CASES for fuse in (False, True)]
+    return [case for case in cases if word in case[2]]
+
+
+def prepared(name: str, fuse: bool, layers: int) -> Callable[[], Any]:
+    """A case's step, after three of them."""
+    mesh, plan = CASES[name]
+    run = step_of(mesh, {**plan, "fuse": fuse}, layers)
+    for _ in range(3):
+        run()
+    return run
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Milliseconds of process time."""
+    start = time.process_time()
+    run()
+    return (time.process_time() - start) * 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--baseline", type=Path)
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.baseline is not None:
+        compared(options)
+        return
     torch.set_num_threads(1)
     without_attention()
     for op, into in INTO.items():
         INTO[op] = into if into.prepare is None else replace(into, prepare=without_launch)
-    for name, (mesh, plan) in CASES.items():
-        for fuse in (False, True):
-            label = f"{name} fuse" if fuse else name
-            if options.only not in label:
-                continue
-            run = step_of(mesh, {**plan, "fuse": fuse}, options.layers)
-            for _ in range(3):
-                run()
-            spent: list[float] = []
-            for _ in range(options.steps):
-                start = time.process_time()
-                run()
-                spent.append((time.process_time() - start) * 1e3)
-            row = {"case": label, "layers": options.layers, "median": statistics.median(spent), "least": min(spent)}
-            print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
-            if options.profile:
-                with cProfile.Profile() as profile:
-                    for _ in range(5):
-                        run()
-                pstats.Stats(profile).sort_stats("tottime").print_stats(35)
-            dist.destroy_process_group()
+    if options.answer:
+        answer()
+        return
+    for name, fuse, label in chosen(options.only):
+        run = prepared(name, fuse, options.layers)
+        spent = [timed(run) for _ in range(options.steps)]
+        row = {"case": label, "layers": options.layers, "median": statistics.median(spent), "least": min(spent)}
+        print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+        if options.profile:
+            with cProfile.Profile() as profile:
+                for _ in range(5):
+                    run()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

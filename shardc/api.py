@@ -61,6 +61,7 @@ from shardc.runtime.execute.data_parts import data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
 from shardc.runtime.execute.microbatches import feeds
 from shardc.runtime.oracle.report import TOLERANCE, Report
+from shardc.runtime.oracle.rounded_products import RoundedProduct, rounded_products
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.runtime.oracle.verification import verify_program
 from shardc.runtime.train.replicas import EVERY
@@ -271,6 +272,18 @@ class Program(PredictedProgram):
             message = "a program whose loss is scaled cannot be verified in float16, which has no room for the scale"
             raise error("SC508", message, hint="leave dtype out, for float64, or pass torch.bfloat16")
         return verify_program(self, batch, dtype, params, order)
+
+    @on_cpu
+    def rounded_products(self, batch: Any = None) -> list[RoundedProduct]:
+        """What 8-bit rounding does to each product with a weight (`precision: {linear: fp8}`), on a batch.
+
+        By product: the relative error of its result, and for each operand the shares of its elements that saturate and
+        underflow. The single device computes it, whose scales are those of every rank.
+        """
+        self.refuse_changed_model()
+        if (other := self._other_size(batch)) is not None:
+            return other.rounded_products(batch)
+        return rounded_products(self.reference, self.inputs(batch))
 
     def memory(self) -> ProgramMemory:
         """What a rank holds over a step, by category: stored, and at the peak; of a pipeline, rank by rank."""
@@ -500,6 +513,7 @@ class Program(PredictedProgram):
         timeout: float = 600.0,
         device: str | None = None,
         check_every: int = EVERY,
+        graphs: bool = False,
     ) -> Trainer:
         """The job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
 
@@ -514,6 +528,10 @@ class Program(PredictedProgram):
         rates before the first 3 steps and every `check_every`-th (SC542; 0 leaves the steps out). A rank that is dead
         or stuck is an error that names it, at most `timeout` seconds later.
 
+        With `graphs`, a GPU replays each step but the first three from a CUDA graph: one call instead of one a kernel,
+        for programs whose kernels are shorter than what Python takes to launch them. A step that cannot be captured
+        runs as it would without, and a warning (SC518) says why.
+
             trainer = program.launch(init=lambda name, shape, dtype: 0.02 * torch.randn(shape, dtype=dtype))
 
         Of a model that was changed since (put into another mode, frozen, hooked), it is that of the model as it is now.
@@ -526,7 +544,14 @@ class Program(PredictedProgram):
             program = _program(self.request)
         program.accept_values()
         return launch(
-            program, state=state, init=init, seed=seed, timeout=timeout, device=device, check_every=check_every
+            program,
+            state=state,
+            init=init,
+            seed=seed,
+            timeout=timeout,
+            device=device,
+            check_every=check_every,
+            graphs=graphs,
         )
 
     def generate(

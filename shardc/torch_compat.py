@@ -876,6 +876,18 @@ def fused_kernels(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: 
     return FusedKernels(*(takes(call) for takes in can))
 
 
+def attention_switches() -> tuple[bool, ...]:
+    """What the user has switched on of what decides which of these kernels take a call."""
+    cuda = torch.backends.cuda
+    return (
+        cuda.cudnn_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cudnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
     """The random state that backward asks for and, without dropout, does not read."""
     return q.new_empty(2, dtype=torch.int64), q.new_empty((), dtype=torch.int64)
@@ -966,6 +978,35 @@ def reduce_scatter_pieces(outs: Sequence[Tensor], xs: Sequence[Tensor], op: Any,
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     return group.reduce_scatter_tensor_coalesced(list(outs), list(xs), options)
+
+
+def all_gather_into(group: Any) -> Callable[[Tensor, Tensor], Any]:
+    """`all_gather_single` over one group, whose options are made once: begins it and returns its handle."""
+    import torch.distributed as dist
+
+    options: Any = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = True
+    gather: Any = getattr(group, "all_gather_single", None) or group._allgather_base
+    return lambda out, x: gather(out, x, options)
+
+
+def reduce_scatter_into(group: Any, op: Any) -> Callable[[Tensor, Tensor], Any]:
+    """`reduce_scatter_single` over one group, whose options are made once."""
+    import torch.distributed as dist
+
+    options: Any = dist.distributed_c10d.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, True
+    scatter: Any = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    return lambda out, x: scatter(out, x, options)
+
+
+def all_reduce_over(group: Any, op: Any) -> Callable[[Tensor], Any]:
+    """`all_reduce` over one group, whose options are made once."""
+    import torch.distributed as dist
+
+    options: Any = dist.distributed_c10d.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, True
+    return lambda x: group.allreduce([x], options)
 
 
 def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
@@ -1218,3 +1259,42 @@ def with_children(
     children = module._modules.items()
     changed._modules = {name: others.get(name, child) for name, child in children if name not in gone}
     return changed
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether a device has products of 8-bit floats: GPUs from Ada and Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`(a b^T) a_scale b_scale` on a GPU, of 8-bit matrices [M, K] and [N, K] that lie row by row.
+
+    Scales have one element, or [M, 1] and [1, N]. There is no public call. It takes a second operand that lies column
+    by column, and extents that are multiples of 16: what is short is padded with zeros. Scales of rows it takes from
+    Hopper on and for bfloat16 results alone: else they are multiplied after a product in float32.
+    """
+    rows, columns = a.shape[0], b.shape[0]
+    a, b = _padded_to_16(a), _padded_to_16(b)
+    scales = a_scale.reshape(-1), b_scale.reshape(-1)
+    if all(scale.numel() == 1 for scale in scales):
+        y = torch._scaled_mm(a, b.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
+        return y[:rows, :columns].contiguous()
+    hopper = torch.cuda.get_device_capability(a.device) >= (9, 0)
+    if hopper and dtype == torch.bfloat16 and all(scale.numel() > 1 for scale in scales):
+        of_a, of_b = (
+            torch.nn.functional.pad(scale, (0, x.shape[0] - scale.numel()), value=1.0)
+            for scale, x in zip(scales, (a, b), strict=True)
+        )
+        y = torch._scaled_mm(a, b.t(), scale_a=of_a[:, None], scale_b=of_b[None], out_dtype=dtype)
+        return y[:rows, :columns].contiguous()
+    one = a_scale.new_ones(())
+    y = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return (y[:rows, :columns] * a_scale * b_scale).to(dtype)
+
+
+def _padded_to_16(x: Tensor) -> Tensor:
+    """A matrix of 8-bit floats with zeros up to the next multiples of 16. Bytes are padded: zero is the byte 0."""
+    short = [-extent % 16 for extent in x.shape]
+    if not any(short):
+        return x
+    return torch.nn.functional.pad(x.view(torch.uint8), (0, short[1], 0, short[0])).view(x.dtype)

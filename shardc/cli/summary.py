@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kernels_triton.match.op import KERNELS
 from shardc.compiler.what_varies import batch_line
+from shardc.cost.beside import beside
 from shardc.cost.flops import Flops, flops, human_flops
 from shardc.cost.memory import PHASES
 from shardc.ir.collectives import Collective, human_bytes
@@ -42,10 +43,22 @@ def summary(program: Program) -> list[RenderableType]:
         *divided_attention(program),
         *divided_scans(program),
         *host_reads(program),
+        *overlap(program),
         *fusion(program),
         batch_line(program),
     ]
     return [Text("\n".join(lines)), collective_table(program.collectives())]
+
+
+def overlap(program: Program) -> list[str]:
+    """How many collectives, in each phase, have products to run beside them."""
+    if Plan.parse(program.plan.get("text", "")).pipeline is not None:
+        return []  # whose graphs are the stages'
+    counts: dict[Phase, list[bool]] = {}
+    for row in beside(program.body):
+        counts.setdefault(row.phase, []).append(bool(row.products))
+    said = [f"{sum(found)} of {len(found)} in {PHASES[phase]}" for phase, found in counts.items() if any(found)]
+    return [f"collectives beside products: {', '.join(said)}"] if said else []
 
 
 def host_reads(program: Program) -> list[str]:

@@ -26,17 +26,20 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import CACHE
 from shardc.ir.placement import P
 from shardc.passes.communication.bucket import Bucket
+from shardc.passes.communication.late_gradients import LateGradients
+from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.limit_experts import LimitExperts
+from shardc.passes.normalize.quantize import Quantize
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.seed import Bound
 from shardc.passes.sharding.store import Store
 from shardc.plan.schema import Plan, Storage
-from shardc.plan.values import DTYPES
+from shardc.plan.values import DTYPES, FP8_DTYPES
 
 PLAN = "__shardc_plan__"  # the attribute of a module, or of its class, that holds its own plan
 
@@ -61,12 +64,15 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
         context=plan.context,
         hardware=hardware,
         limit=LimitExperts(plan.experts.factor, plan.experts.load or plan.experts.factor is not None),
+        quantize=bind_quantize(plan),
         attention=DivideAttention(plan.context.axis, plan.context.attention, hardware),
         keys=MergeKeys(plan.context.axis, plan.context.keys, plan.context.attention, hardware),
         assign=Assign(plan.experts.dispatch, hardware),
         recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware),
         align=Align(plan.align, hardware),
+        late=LateGradients(plan.overlap.late_gradients, hardware),
         bucket=Bucket(plan.bucket_bytes),
+        prefetch=Prefetch(plan.overlap.prefetch),
         fuse=Fuse(plan.fuse.enabled, plan.fuse.left, plan.fuse.templates, hardware),
     )
 
@@ -127,6 +133,15 @@ def bind_precision(plan: Plan) -> tuple[Precision | None, bool]:
         hint = "leave nonfinite out: an overflow is how the loss's scale finds its size"
         raise error("SC208", f"float16 skips steps that overflow, and cannot {mode} them", hint=hint)
     return precision, precision.scaled or mode in ("skip", "raise")
+
+
+def bind_quantize(plan: Plan) -> Quantize:
+    """The pass that makes products of 8-bit floats, where a plan asks for them."""
+    if plan.precision is None or (linear := plan.precision.linear) is None:
+        return Quantize()
+    return Quantize(
+        DTYPES[plan.precision.compute], linear.scale, FP8_DTYPES[linear.gradients], linear.history, linear.keep
+    )
 
 
 def bind_storage(storage: Storage, traced: Traced | Graph, mesh: Mesh) -> tuple[Store, frozenset[str]]:

@@ -102,7 +102,9 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
     """The traced microbatch, normalised. Raises ShardcError for what no rule can split (SC103, SC303, under strict
     SC301)."""
-    graph = run(ingest(traced, mesh), [Normalize(), ImplyMasks(), GroupExperts(), options.limit], options)
+    graph = run(
+        ingest(traced, mesh), [Normalize(), ImplyMasks(), GroupExperts(), options.limit, options.quantize], options
+    )
     refuse_unfit(graph)
     report_missing_rules(graph, strict=options.strict)
     return graph

@@ -20,7 +20,9 @@ from shardc.passes.base import Check, Pass
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
+from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
+from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
@@ -29,6 +31,7 @@ from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.limit_experts import LimitExperts
+from shardc.passes.normalize.quantize import Quantize
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
 from shardc.passes.sharding.find_blocks import FindBlocks, ShardedDim, in_elements
@@ -64,13 +67,16 @@ class Options:
     watch: Watch | None = None
     store: Store = field(default_factory=Store)
     limit: LimitExperts = field(default_factory=LimitExperts)
+    quantize: Quantize = field(default_factory=Quantize)
     attention: DivideAttention = field(default_factory=DivideAttention)
     keys: MergeKeys = field(default_factory=MergeKeys)
     assign: Assign = field(default_factory=Assign)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
     align: Align = field(default_factory=Align)
+    late: LateGradients = field(default_factory=LateGradients)
     bucket: Bucket = field(default_factory=Bucket)
+    prefetch: Prefetch = field(default_factory=Prefetch)
     fuse: Fuse = field(default_factory=lambda: Fuse(enabled=False))
     context: Context = field(default_factory=Context)
     hardware: Hardware = DEFAULT
@@ -115,7 +121,15 @@ def body_passes(
 
 def part_passes(options: Options) -> list[Pass]:
     """Every pass over what a rank runs, in order: its body, or each graph of each of its pipeline stages."""
-    return [options.align, Overlap(options.hardware), SumProducts(), options.bucket, options.fuse]
+    return [
+        options.align,
+        Overlap(options.hardware),
+        options.late,
+        SumProducts(),
+        options.bucket,
+        options.prefetch,
+        options.fuse,
+    ]
 
 
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:

@@ -49,6 +49,7 @@ from shardc.ir.program import PlanRecord
 from shardc.partition.staged_program import StagedProgram
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.limit_experts import LOAD, LimitExperts
+from shardc.passes.normalize.quantize import Quantize
 from shardc.passes.sharding.dispatch import layers_of_experts
 from shardc.passes.sharding.seed import Bound
 from shardc.plan.clipping import Clipping
@@ -174,6 +175,8 @@ def compiled(request: Request) -> Compiled:
         reduce=None if precision is None else precision.reduce,
     )
     options = bind_passes(plan, plan.hardware.value.on(mesh), options)
+    if request.generates:  # what a token is rounded to must not depend on those beside it
+        options = replace(options, quantize=Quantize())
     updates = None
     if not trains:
         options = replace(options, recompute=Recompute(hardware=options.hardware), limit=LimitExperts())
@@ -187,6 +190,8 @@ def compiled(request: Request) -> Compiled:
             refuses_drops=plan.experts.refuses_drops,
             together=int(placed != mesh),  # the cut of a pipeline keeps apart what different stages hold
         )
+    if not trains or optimizer is None:  # nothing is remembered from step to step
+        options = replace(options, quantize=replace(options.quantize, history=0))
     notes = [*traced.diagnostics, *idle_axes(traced, placed, bound, store)]
     notes += [*whole_gradients(plan), *without_gradient(traced)] if trains else _without_backward(plan)
     on = placed if request.like is None else request.like.body.mesh  # with its sub-axes

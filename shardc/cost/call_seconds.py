@@ -34,6 +34,7 @@ from shardc.ir.hardware import Hardware
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.ops.scaled import turned
 from shardc.ir.overlap_schedule import sums_gradients
 from shardc.ir.schema import given
 from shardc.ir.storages import Layouts, Operand, layouts, unread_bytes, yields
@@ -48,7 +49,8 @@ COMPUTE = ""  # the name of the stream of all that is no collective
 @dataclass(frozen=True, slots=True)
 class CallCost:
     """What one run of a call takes. A collective's `seconds` are on the `stream` of its group; `before` and `after`
-    are copies on the compute stream, before it begins and after it has been waited for. `launches` are the kernels."""
+    are copies on the compute stream, before it begins and after it has been waited for. `launches` are the kernels,
+    `beside` is how many times as long a product takes beside a collective."""
 
     kind: Kind
     seconds: float
@@ -58,6 +60,7 @@ class CallCost:
     after: float = 0.0
     moved: Collective | None = None
     issuing: float = 0.0  # how long the host takes to begin a collective
+    beside: float = 1.0
 
     @property
     def total(self) -> float:
@@ -206,8 +209,13 @@ class _Costs:
         launches = 1
         if name == "convolution_backward":
             launches = max(1, sum(arguments["output_mask"]))
-        seconds = launches * self.hardware.product_seconds(batch, rows, columns, depth, dtype)
-        return CallCost("product", seconds, launches)
+        seconds = self.hardware.product_seconds(batch, rows, columns, depth, dtype)
+        contended = self.hardware.product_seconds(batch, rows, columns, depth, dtype, contended=True)
+        beside = contended / seconds if seconds else 1.0
+        seconds *= launches
+        for value in turned(node):  # a copy of its own
+            seconds, launches = seconds + self._moving(2 * self._bytes(value)), launches + 1
+        return CallCost("product", seconds, launches, beside=beside)
 
     def _attention(self, node: fx.Node, name: str) -> CallCost:
         backward = "bwd" in name
@@ -367,6 +375,10 @@ PRODUCT_SHAPES: Mapping[str, Callable[[Mapping[str, Any], Shape], Product]] = {
     "shardc.linear": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["x"][-1]),
     "shardc.linear_dgrad": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["g"][-1]),
     "shardc.linear_wgrad": lambda a, y: (1, a["g"][-1], a["x"][-1], math.prod(a["g"][:-1])),
+    "shardc.scaled_linear": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["x"][-1]),
+    "shardc.scaled_linear_dgrad": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["g"][-1]),
+    "shardc.scaled_linear_wgrad": lambda a, y: (1, a["g"][-1], a["x"][-1], math.prod(a["g"][:-1])),
+    "shardc.scaled_mm": lambda a, y: (1, y[0], y[1], a["a"][1]),
     "shardc.accumulate_wgrad": lambda a, y: (1, a["g"][-1], a["x"][-1], math.prod(a["g"][:-1])),
     "shardc.grouped_mm": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["a"][-1]),
     "shardc.grouped_mm_wgrad": lambda a, y: (1, a["a"][-1], a["g"][-1], math.prod(a["a"][:-1])),

@@ -16,6 +16,8 @@ when the last one comes, by what has been computed since compute last stood stil
 
 from __future__ import annotations
 
+import dataclasses
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,7 +28,7 @@ from shardc.cost.call_seconds import COMPUTE, KINDS, CallCost, Kind
 from shardc.ir.account import with_additions
 from shardc.ir.call_slots import slotted_calls
 from shardc.ir.graph import Graph, Phase, info, type_of
-from shardc.ir.hardware import Hardware
+from shardc.ir.hardware import DELAY, Hardware
 from shardc.ir.overlap_schedule import Action, schedule_of
 
 ADDITION = "add"
@@ -108,6 +110,28 @@ def run(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware, pro
     return streams.ended()
 
 
+def device_seconds(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware) -> float:
+    """What a run takes whose host has issued everything before it is needed: what an order of calls is judged by."""
+    free = dataclasses.replace(hardware, kernel_launch_seconds=DELAY.least, call_seconds=0.0)
+    return run(
+        graph,
+        {node: dataclasses.replace(cost, issuing=0.0) if cost.issuing else cost for node, cost in costs.items()},
+        free,
+    ).seconds
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A collective of a rank: `ready` is when its ranks have come, `host` how long it waited for the host."""
+
+    node: fx.Node
+    ready: float
+    seconds: float  # alone
+    start: float
+    end: float
+    host: float = 0.0
+
+
 class _Streams:
     def __init__(self, costs: Mapping[fx.Node, CallCost], hardware: Hardware, products: float) -> None:
         self.costs, self.hardware, self.products = costs, hardware, products
@@ -116,10 +140,8 @@ class _Streams:
         self.gap = 0.0 if hardware.tables.memory is not None else hardware.kernel_gap_seconds
         self.timed = Timed()
         self.free: dict[str, float] = {COMPUTE: 0.0}
-        self.under_way: dict[str, tuple[float, float]] = {}  # by stream, its last collective
-        self.begun: dict[str, list[tuple[fx.Node, float, float]]] = {}  # by stream, all so far: start and end
-        # End, seconds, `busy` where it began, and how long it waited for the host.
-        self.arrives: dict[fx.Node, tuple[float, float, float, float]] = {}
+        self.begun: dict[str, list[_Begun]] = {}  # by stream, all so far, in order
+        self.under_way: dict[str, deque[_Begun]] = {}  # of them those that compute has not passed
         self.busy = 0.0  # of compute so far
         self.met = 0.0  # `busy` when compute last stood still for a collective
         self.late: dict[fx.Node, float] = {}  # how much later than it could a collective began, for slower ranks
@@ -143,7 +165,7 @@ class _Streams:
                     self._wait(node, cost, microbatch)
                 case "run":
                     seconds = cost.seconds * self.products if cost.kind == "product" else cost.seconds
-                    self._kernel(node, cost.kind, seconds, cost.launches, microbatch)
+                    self._kernel(node, cost.kind, seconds, cost.launches, microbatch, beside=cost.beside)
                 case "begin":
                     self._begin(node, cost, microbatch)
                 case "wait":
@@ -163,13 +185,16 @@ class _Streams:
         timed.launches += launches
         return first
 
-    def _slowed(self, kind: Kind, start: float, seconds: float) -> float:
-        """How long a kernel takes whose work takes so long alone: more while a collective is under way."""
-        factor = self.factors[kind]
+    def _slowed(self, factor: float, start: float, seconds: float) -> float:
+        """How long a kernel takes whose work takes so long alone: `factor` times as long while a collective is under
+        way."""
         if factor == 1.0:
             return seconds
         at, left = start, seconds
-        for first, last in sorted(self.under_way.values()):
+        for begun in self.under_way.values():
+            while begun and begun[0].end <= start:
+                begun.popleft()
+        for first, last in sorted((one.start, one.end) for begun in self.under_way.values() for one in begun):
             if last <= at:
                 continue
             alone = max(0.0, first - at)
@@ -181,7 +206,14 @@ class _Streams:
         return at + left - start
 
     def _kernel(
-        self, node: fx.Node, kind: Kind, seconds: float, launches: int, microbatch: int, suffix: str = ""
+        self,
+        node: fx.Node,
+        kind: Kind,
+        seconds: float,
+        launches: int,
+        microbatch: int,
+        suffix: str = "",
+        beside: float = 1.0,
     ) -> None:
         timed = self.timed
         if not launches:
@@ -190,7 +222,7 @@ class _Streams:
         gap = self.gap if timed.launches else 0.0
         free, issued = self.free[COMPUTE] + gap, self._issue(launches)
         start, gaps = max(free, issued), self.gap * (launches - 1)
-        seconds = self._slowed(kind, start, seconds)
+        seconds = self._slowed(beside if kind == "product" else self.factors[kind], start, seconds)
         self.busy += seconds
         end = max(start + seconds + gaps, timed.host)  # the last of its kernels runs when it has been issued
         timed.idle += end - free - seconds - gaps
@@ -207,18 +239,21 @@ class _Streams:
         timed, about = self.timed, info(node)
         timed.host += max(cost.issuing, self.hardware.call_seconds)
         timed.launches += 1
-        ready = max(self.free[COMPUTE], self.free.get(cost.stream, 0.0))
-        start = max(ready, timed.host)
+        free = self.free.get(cost.stream, 0.0)
         computed = max(self.free[COMPUTE], timed.host)
-        self.late[node] = max(0.0, computed + self.meetings.wait(self.busy - self.met) - start)
+        met = computed + self.meetings.wait(self.busy - self.met)
+        start = max(free, computed)
+        self.late[node] = max(0.0, met - start)
         start += self.late[node]
-        end = start + cost.seconds
         timed.kinds["collective"] = timed.kinds.get("collective", 0.0) + cost.seconds
-        timed.spans.append(Span(about.name, "collective", cost.stream, start, end, about.phase, microbatch))
-        self.free[cost.stream] = end
-        self.under_way[cost.stream] = start, end
-        self.begun.setdefault(cost.stream, []).append((node, start, end))
-        self.arrives[node] = end, cost.seconds, self.busy, start - self.late[node] - ready
+        span = Span(about.name, "collective", cost.stream, start, start + cost.seconds, about.phase, microbatch)
+        timed.spans.append(span)
+        # Beside kernels all the time, as long as nobody waits.
+        begun = _Begun(node, met, cost.seconds, start, start + self.factors["collective"] * cost.seconds)
+        begun.host = max(0.0, timed.host - max(self.free[COMPUTE], free))
+        self.free[cost.stream] = begun.end
+        self.begun.setdefault(cost.stream, []).append(begun)
+        self.under_way.setdefault(cost.stream, deque()).append(begun)
         if taken := self.cores * cost.seconds:
             self.free[COMPUTE] = computed + taken
             timed.taken += taken
@@ -226,11 +261,11 @@ class _Streams:
             timed.by_call[node] = timed.by_call.get(node, 0.0) + taken
 
     def _wait(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
-        free, (end, seconds, busy, late) = self.free[COMPUTE], self.arrives.pop(node)
-        # Beside kernels it was slower; what came after it in its stream is taken to have had time.
-        end += (self.factors["collective"] - 1) * min(seconds, self.busy - busy)
+        free = self.free[COMPUTE]
+        begun = self._settled(node, cost.stream, free)
+        end = begun.end
         if end > free:
-            host = min(late, max(0.0, end - free - seconds))
+            host = min(begun.host, max(0.0, end - free - begun.seconds))
             self.timed.idle += host
             self._expose(node, cost.stream, free, end, end - free - host)
             self.timed.met += min(self.late[node], end - free)
@@ -240,18 +275,38 @@ class _Streams:
         if cost.after:
             self._kernel(node, "copy", cost.after, 1, microbatch, ".after")
 
+    def _settled(self, node: fx.Node, stream: str, now: float) -> _Begun:
+        """The collective that compute waits for from `now` on. Until then it, and those in front of it in its stream,
+        had kernels beside them; from then on they have none. Those behind it move up."""
+        factor, listed = self.factors["collective"], self.under_way[stream]
+        wanted = next(one for one in reversed(self.begun[stream]) if one.node is node)
+        if factor > 1 and wanted.end > now:
+            alone, last = True, now
+            for one in listed:
+                if one.end <= now:
+                    continue
+                if one.start < now:  # under way
+                    one.end = now + one.seconds - (now - one.start) / factor
+                else:
+                    one.start = max(one.ready, last)
+                    one.end = one.start + (1 if alone else factor) * one.seconds
+                last = one.end
+                alone = alone and one is not wanted
+            self.free[stream] = last
+        return wanted
+
     def _expose(self, node: fx.Node, stream: str, free: float, end: float, seconds: float) -> None:
         """Compute stood still for so long, until `end`: for the collective that it waits for, and before that began for
         those in front of it in its stream."""
         listed, left = reversed(self.begun[stream]), seconds
-        begun = next(start for other, start, _ in listed if other is node)
-        own = min(left, end - max(begun, free))
+        start = next(one.start for one in listed if one.node is node)
+        own = min(left, end - max(start, free))
         left -= own
-        for other, start, ended in listed:
-            if left <= 0 or ended <= free:
+        for other in listed:
+            if left <= 0 or other.end <= free:
                 break
-            spent = min(left, ended - max(start, free))
-            self.timed.exposed.append(Exposed(other, spent))
+            spent = min(left, other.end - max(other.start, free))
+            self.timed.exposed.append(Exposed(other.node, spent))
             left -= spent
         self.timed.exposed.append(Exposed(node, own + left))
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from shardc.compiler.binding import bind_passes, bind_precision, bind_storage
 from shardc.compiler.pass_pipeline import Options
+from shardc.cost.beside import beside
 from shardc.explain.halo import INHERENT, explained_by_rows, halo_trails
 from shardc.explain.plan_edits import propose
 from shardc.explain.provenance import Step, Trail, trails
@@ -40,6 +41,7 @@ from shardc.plan.schema import Plan
 SECONDS = 60.0  # for trying changes; the likeliest are tried first
 PHASES = {"fwd": "forward", "bwd": "backward", "opt": "the optimizer"}
 SHOWN_STEPS = 8
+BESIDE = 3  # products that are named
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Explanation:
     inherent: str  # "" when some change saves it
     stages: str = ""  # of a pipeline, those that have it
     bucket: str = ""  # with what it travels
+    beside: str = ""  # the products that run meanwhile
     attention: str = ""  # of what attention sends whose rows lie over axes: what other strategies would cost
     dispatch: str = ""  # of what brings rows to experts: what the other form would send
 
@@ -80,6 +83,7 @@ class Explanation:
         lines += [f"   | {self.source_text.strip()}"] if self.source_text else []
         lines += field_lines("stage", self.stages)
         lines += field_lines("bucket", self.bucket)
+        lines += field_lines("beside", self.beside)
         lines += field_lines("experts", self.dispatch)
         lines += field_lines("context", self.attention)
         for trail in self.trails:
@@ -143,9 +147,24 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
         removed.failed,
         inherent,
         bucket=bucket,
+        beside=_beside(program, node),
         dispatch=_dispatched(program, node),
         attention=_divided(program, node),
     )
+
+
+def _beside(program: Program, node: fx.Node) -> str:
+    """The products that run between where a collective, or its bucket, begins and where it is waited for."""
+    if Plan.parse(program.plan.get("text", "")).pipeline is not None:
+        return ""  # whose graphs are the stages'
+    sender = info(node).name if collective(program.body, node) is not None else bucket_of(node)
+    products = next((row.products for row in beside(program.body) if info(row.node).name == sender), None)
+    if products is None:
+        return ""
+    if not products:
+        return "no product: what reads it waits"
+    names = [f"%{info(product).name}" for product in products]
+    return ", ".join(names[:BESIDE]) + (f" and {len(names) - BESIDE} more" if len(names) > BESIDE else "")
 
 
 def _halo(program: Program, target: Collective, rows: fx.Node) -> Explanation:

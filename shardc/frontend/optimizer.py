@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
+from shardc.frontend.amax_history import push_histories
 from shardc.frontend.append import Append, module_of
 from shardc.frontend.gradients import Final, finish
 from shardc.frontend.optimizer_trace import Update, check, hyperparameters, trace_update
@@ -98,6 +99,7 @@ def append_updates(
     else:
         updated = _updated(append, _Updates(groups_of(optimizer), together), groups, final, fills)
     results = [(port, node) for port, node in outputs if port.role != "grad"]
+    results = push_histories(append, results, final.allowed, precision, fills)
     outputs = [*results[:1], *updated, *final.state, *results[1:], *final.outputs]
     graph.outputs = tuple(port for port, _ in outputs)
     graph.output_node.args = (tuple(node for _, node in outputs),)

@@ -6,7 +6,9 @@
 
 A call whose results have places allocates nothing, and knows their addresses. Placed are results that never leave the
 body: no output is one or a view of one, none is written over what is held. So are the flat tensors of buckets, from
-their first member on. What a collective reads may be under way until its result is read, and lives until then.
+their first member on, and between kernels the results of products and of other ops that can write into a given tensor:
+of these, views and the kernels that read them know the addresses. What a collective reads may be under way until its
+result is read, and lives until then.
 
 An arena is there all the time, so not everything is placed: the smallest first, since one costs Python as much time as
 a large one, and as many as leave the peak where it was, but for 1 %; none so large that it keeps a GPU busy for longer
@@ -26,7 +28,7 @@ from torch import fx
 
 from kernels_triton.base.inplace import INTO
 from shardc.ir.account import Account, account_of
-from shardc.ir.buckets import layout_of, pieces, with_buckets
+from shardc.ir.buckets import layout_of, pieces, with_buckets, writes_out
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, results
 from shardc.ir.in_place import writes
@@ -100,6 +102,7 @@ def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage
     until = _read_until(body, calls, of)
     early, repeated = before_microbatches(body), in_microbatch(body)
     last_microbatch = max((index for index, call in enumerate(calls) if call in repeated), default=0)
+    has_kernels = any(map(_is_kernel, calls))
     first: dict[fx.Node, int] = {}  # flat tensor -> where its first member is made
     slots: list[Slot] = []
     for index, call in enumerate(calls):
@@ -109,7 +112,7 @@ def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage
                 first.setdefault(members[value].layout.pack, index)
         if call.target is PACK:
             values = [call] if _lasts(body, call) else []
-        elif call.target not in INTO or INTO[call.target].prepare is None:
+        elif not _is_kernel(call) and not (has_kernels and writes_out(call)):
             values = []
         for value in values:
             born, dies, size = first.get(value, index), until.get(value, index), of[value].bytes
@@ -118,6 +121,10 @@ def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage
             if dies is not None and value not in excluded and of[value].value is value and 0 < size <= LARGEST:
                 slots.append(Slot(value, born, dies, _rounded(size, ALIGNMENT if size < LINE else LINE)))
     return sorted(slots, key=lambda slot: slot.born)
+
+
+def _is_kernel(call: fx.Node) -> bool:
+    return call.target in INTO and INTO[call.target].prepare is not None
 
 
 def _lasts(body: Graph, pack: fx.Node) -> bool:

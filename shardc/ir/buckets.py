@@ -27,10 +27,10 @@ from kernels_triton.base.inplace import INTO, Into
 from shardc.ir.graph import Graph, op_name, operands, producer, type_of
 from shardc.ir.in_place import POINTWISE, out_variant
 from shardc.ir.microbatch import before_microbatches
-from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, write_wgrad
+from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, SUMS, write_wgrad
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, unpack
 from shardc.ir.ops.collectives import all_reduce
-from shardc.ir.ops.linear import LINEAR_WGRAD
+from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from shardc.ir.schema import given
 from shardc.ir.storages import Storage
 
@@ -118,6 +118,13 @@ def maker(op: OpOverload) -> Callable[..., Any] | None:
     if op is ACCUMULATE_WGRAD:
         return write_wgrad
     return out_variant(op) if op_name(op) in MAKES else None
+
+
+def writes_out(call: fx.Node) -> bool:
+    """Can a call of one result write it into a tensor that it is given, contiguous and of the result's type?"""
+    if call.target in (LINEAR, LINEAR_DGRAD):
+        return type_of(call).ndim > 1
+    return call.target not in SUMS and isinstance(call.target, OpOverload) and maker(call.target) is not None
 
 
 def _copied(x: Tensor, *, out: Tensor, **_: Any) -> Tensor:

@@ -37,6 +37,11 @@ class SlottedCalls:
     slots: dict[fx.Node, int]
     repeated: range
 
+    @property
+    def sections(self) -> tuple[range, range, range]:
+        """The calls before the microbatches, those of one, and those behind them."""
+        return range(self.repeated.start), self.repeated, range(self.repeated.stop, len(self.calls))
+
 
 def slotted_calls(graph: Graph) -> SlottedCalls:
     """Outputs live to the end, and so do inputs where there are several microbatches."""

@@ -60,21 +60,34 @@ class ProductRate(Table):
 
     def model_seconds(self, batch: int, rows: int, columns: int, depth: int, memory_rate: float) -> float:
         """The same without the samples."""
-        return self.start_seconds + min(
-            seconds
+        return self.start_seconds + self._best(batch, rows, columns, depth, memory_rate)[0]
+
+    def slowdown(self, batch: int, rows: int, columns: int, depth: int, memory_rate: float, taken: int) -> float:
+        """How many times as long a product takes that has `taken` units less, with the tile chosen for all of them."""
+        alone, tiles, round_seconds, partial = self._best(batch, rows, columns, depth, memory_rate)
+        left = max(1, self.units - taken)
+        return (self.start_seconds + -(-tiles // left) * round_seconds + partial) / (self.start_seconds + alone)
+
+    def _best(
+        self, batch: int, rows: int, columns: int, depth: int, memory_rate: float
+    ) -> tuple[float, int, float, float]:
+        """Of the fastest tile and split: the seconds, the tiles, and the seconds of a round of tiles and of sums."""
+        return min(
+            timed
             for tile, share in self.tiles
-            for seconds in self._tiled(tile, share, batch, rows, columns, depth, memory_rate)
+            for timed in self._tiled(tile, share, batch, rows, columns, depth, memory_rate)
         )
 
     def _tiled(
         self, tile: Tile, share: float, batch: int, rows: int, columns: int, depth: int, memory_rate: float
-    ) -> Iterator[float]:
+    ) -> Iterator[tuple[float, int, float, float]]:
         """Of one tile: with the depth whole, and split as long as that leaves units without a tile."""
         tiles, split, rate = batch * -(-rows // tile[0]) * -(-columns // tile[1]), 1, self.flops_per_second * share
         while split == 1 or (split <= MOST_SPLITS and tiles * split < 2 * self.units and depth >= LEAST_DEPTH * split):
             flops = 2 * tile[0] * tile[1] * (depth / split + self.depth_start)  # of a tile
-            partial = 0 if split == 1 else PARTIAL_BYTES * split * batch * rows * columns
-            yield -(-tiles * split // self.units) * flops * self.units / rate + partial / memory_rate
+            partial = (0 if split == 1 else PARTIAL_BYTES * split * batch * rows * columns) / memory_rate
+            seconds = flops * self.units / rate
+            yield -(-tiles * split // self.units) * seconds + partial, tiles * split, seconds, partial
             split *= 2
 
     def _correction(self, batch: int, rows: int, columns: int, depth: int, memory_rate: float) -> float:

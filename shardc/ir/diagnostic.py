@@ -83,6 +83,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC230": Code("no-experts", "a plan limits or counts the rows of experts, and no rows are grouped by expert"),
     "SC231": Code("experts-apart", "an axis lies over dim 0 of all weights of experts that are modules of their own"),
     "SC232": Code("fixed-extent", "a program, or a number of it, cannot be had for any size of an extent by its name"),
+    "SC233": Code("nothing-rounded", "a plan asks for 8-bit products, and no product has a weight that may be rounded"),
     "SC240": Code("context", "a plan says how attention is divided along a sequence, and it cannot be, or is not"),
     "SC250": Code("nothing-fits", "no plan of a model fits the memory of its ranks"),
     "SC251": Code("not-plannable", "the planner is asked for ranks, rows or a mesh that there is no plan for"),
@@ -123,6 +124,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC512": Code("assumption-broken", "a batch answers a question of forward otherwise than the sample did"),
     "SC513": Code("rows-dropped", "experts were given more rows than their capacity: the rest was dropped"),
     "SC517": Code("host-memory", "what a command would hold does not fit in the memory of this host"),
+    "SC518": Code("not-captured", "steps were to be replayed from a CUDA graph, and cannot be captured"),
     "SC552": Code("no-metric", "a scheduler or a callback wants a metric that the training loop does not have"),
     "SC553": Code(
         "trainer-argument", "compile, or a trainer's method, is given what it cannot use, or what has no effect"

@@ -120,6 +120,7 @@ DTYPES = {
     "bf16_flops_per_second": {"bfloat16", "float16"},
     "fp32_flops_per_second": {"float32", "complex64"},
     "fp64_flops_per_second": {"float64", "complex128"},
+    "fp8_flops_per_second": {"float8_e4m3fn", "float8_e5m2"},
 }
 
 
@@ -127,9 +128,10 @@ DTYPES = {
 class Hardware:
     """One accelerator, and how it reaches the others. Rates are those that programs reach, for one direction.
 
-    `bf16_flops_per_second` is of products of bfloat16 and float16, `peak_flops_per_second` the data sheet's, which MFU
-    divides by. `link_bytes_per_second` is what an accelerator sends inside its node, `network_bytes_per_second` what it
-    sends to other nodes. `collective_start_seconds` passes before a collective moves its
+    `bf16_flops_per_second` is of products of bfloat16 and float16, `fp8_flops_per_second` of 8-bit floats,
+    `peak_flops_per_second` the data sheet's, which MFU divides by. `link_bytes_per_second` is what an accelerator sends
+    inside its node, `network_bytes_per_second` what it sends to other nodes. `collective_start_seconds` passes before a
+    collective moves its
     first byte. `kernel_launch_seconds` is the time of the CPU for one launch,
     `kernel_gap_seconds` that of the accelerator between two kernels, `call_seconds` what a call of a program takes the
     CPU at the least, whatever it launches. `bucket_bytes` are those of a full bucket.
@@ -141,6 +143,7 @@ class Hardware:
     peak_flops_per_second: float = _rate(1.024e15)
     fp32_flops_per_second: float = _rate(1.024e15)
     fp64_flops_per_second: float = _rate(1.024e15)
+    fp8_flops_per_second: float = _rate(1.024e15)
     memory_bytes_per_second: float = _rate(4e12)
     link_bytes_per_second: float = _rate(5e11)
     network_bytes_per_second: float = _rate(5e11)
@@ -199,6 +202,8 @@ class Hardware:
             torch.float16: self.bf16_flops_per_second,
             torch.float64: self.fp64_flops_per_second,
             torch.complex128: self.fp64_flops_per_second,
+            torch.float8_e4m3fn: self.fp8_flops_per_second,
+            torch.float8_e5m2: self.fp8_flops_per_second,
         }.get(dtype, self.fp32_flops_per_second)
         return flops if rate == self.bf16_flops_per_second else round(flops * self.bf16_flops_per_second / rate)
 
@@ -255,18 +260,27 @@ class Hardware:
         self, batch: int, rows: int, columns: int, depth: int, dtype: torch.dtype, *, contended: bool = False
     ) -> float:
         """`batch` products of rows x depth by depth x columns, in one call of the accelerator; `contended` beside a
-        collective. Where a table tells, they take no less than reading the operands and writing the result does."""
+        collective. Where a table tells, they take no less than reading the operands and writing the result does. Those
+        of 8-bit floats have the tiles of bfloat16, at a rate of their own, where no table is of them."""
         flops = 2 * batch * rows * columns * depth
         slowdown = self.tables.contention.product if contended else 1.0
-        rate = next((rate for rate in self.tables.products if _name(dtype) in rate.dtypes), None)
+        rate, faster = self._products_of(dtype), 1.0
+        if rate is None and _name(dtype) in DTYPES["fp8_flops_per_second"]:
+            rate, faster = self._products_of(torch.bfloat16), self.fp8_flops_per_second / self.bf16_flops_per_second
         if rate is None or not flops:
             return slowdown * self.bf16_flops(flops, dtype) / self.bf16_flops_per_second
-        computing = rate.seconds(batch, rows, columns, depth, self.memory_bytes_per_second)
+        computing = rate.seconds(batch, rows, columns, depth, self.memory_bytes_per_second) / faster
+        if contended and (taken := self.tables.contention.units) and rate.units > 1:
+            slowdown = rate.slowdown(batch, rows, columns, depth, self.memory_bytes_per_second, taken)
         step = max(1, self.row_alignment_bytes // dtype.itemsize)
         if dtype.itemsize == 2 and any(extent % step for extent in (rows, columns, depth) if extent > step):
             computing *= self.unaligned_slowdown
-        moved = batch * (rows * depth + depth * columns + rows * columns) * dtype.itemsize
-        return slowdown * max(computing, self.memory_seconds(moved))
+        written = max(2, dtype.itemsize)  # a byte is too narrow for a sum
+        moved = batch * ((rows * depth + depth * columns) * dtype.itemsize + rows * columns * written)
+        return max(slowdown * computing, self.memory_seconds(moved, contended=contended))
+
+    def _products_of(self, dtype: torch.dtype) -> ProductRate | None:
+        return next((rate for rate in self.tables.products if _name(dtype) in rate.dtypes), None)
 
     def attention_seconds(
         self,

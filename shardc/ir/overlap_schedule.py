@@ -63,12 +63,8 @@ def schedule_overlap(calls: Sequence[CallSlots], first: int, last: int) -> list[
         return min(index, others[0]) if _overlaps(calls[source]) and others else source + 1
 
     begins: dict[int, list[int]] = {}
-    early_collectives: list[int] = []
-    for index in range(first, last):
-        if _overlaps(calls[index]):
-            earliest = early_collectives[-AHEAD] if len(early_collectives) >= AHEAD else first
-            begins.setdefault(max([earliest, *(ready(index, slot) for slot in calls[index].reads)]), []).append(index)
-            early_collectives.append(index)
+    for index, earliest in earliest_places(calls, first, last).items():
+        begins.setdefault(max([earliest, *(ready(index, slot) for slot in calls[index].reads)]), []).append(index)
     actions: list[Action] = []
     under_way: dict[int, int] = {}  # the slot of a result that has not arrived -> its collective; oldest first
 
@@ -100,11 +96,21 @@ def schedule_overlap(calls: Sequence[CallSlots], first: int, last: int) -> list[
     return actions
 
 
+def earliest_places(calls: Sequence[CallSlots], first: int, last: int) -> dict[int, int]:
+    """By each collective of the calls from `first` up to `last`, the call before which it may begin if its operand is
+    there."""
+    places: dict[int, int] = {}
+    earlier: list[int] = []
+    for index in range(first, last):
+        if _overlaps(calls[index]):
+            places[index] = earlier[-AHEAD] if len(earlier) >= AHEAD else first
+            earlier.append(index)
+    return places
+
+
 def schedule_of(listed: SlottedCalls) -> list[Action]:
     """The actions of a whole graph: those before its microbatches, those of one, and those of the step."""
-    calls, (first, last) = listed.calls, (listed.repeated.start, listed.repeated.stop)
-    sections = ((0, first), (first, last), (last, len(calls)))
-    return [action for begin, end in sections for action in schedule_overlap(calls, begin, end)]
+    return [action for part in listed.sections for action in schedule_overlap(listed.calls, part.start, part.stop)]
 
 
 def sums_gradients(node: fx.Node) -> bool:

@@ -1,6 +1,7 @@
 """What slows a step beside the rates of its calls: collectives, power, ranks that wait for each other, slow functions.
 
 Contention(product=1.2)          on a GPU: products take 1.2 times as long while a collective runs
+Contention(units=32)             a collective's kernel has 32 of the GPU's units, and products the rest
 Contention(cores=0.8)            gloo: threads of a collective of 10 ms take the compute's cores for 8 ms
 Meetings(jitter_seconds=1e-4)    ranks that meet after 25 ms of compute wait 1.6 ms for the slower one
 """
@@ -28,6 +29,9 @@ Slowdown = Annotated[float, Field(ge=1, le=100)]
 class Contention(Table):
     """How many times as long work takes that runs beside a collective, and a collective beside such work.
 
+    `units` are those of a GPU that a collective's kernel occupies: tiles of a product are dealt to what is left, so one
+    of few tiles loses a whole round of them. Where a table tells the tiles, `units` stand in the place of `product`.
+
     `cores` is for collectives that the cores of the compute carry out, as gloo's threads do on a CPU: the share of a
     collective's seconds in which compute stands still, even where nobody waits for it. The rest can be hidden.
     """
@@ -36,6 +40,7 @@ class Contention(Table):
     attention: Slowdown = 1.0
     memory: Slowdown = 1.0
     collective: Slowdown = 1.0
+    units: Annotated[int, Field(ge=0, le=2**16)] = 0
     cores: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
@@ -64,11 +69,17 @@ class Meetings(Table):
     """Ranks that reach a collective at different times, although they compute the same: the others wait for the last.
 
     Interruptions and changes of speed come at random. Of sums of such, the spread grows as the root of the time, and so
-    does what a rank waits on average: T = root of (jitter_seconds * seconds of compute since they met last).
+    does what a rank waits on average: T = root of (jitter_seconds * seconds of compute since they met last). Where a
+    rank keeps a speed for some time, as GPUs do whose clock follows their power, waits first grow as the time itself:
+    of an Ornstein-Uhlenbeck process with the time constant `steady_seconds`, T = root of (jitter_seconds * (t - s (1 -
+    exp(-t / s)))).
     """
 
     jitter_seconds: Delay = 0.0
+    steady_seconds: Delay = 0.0
 
     def wait(self, computed: float) -> float:
         """Seconds that a rank waits, on average, after so many of compute."""
-        return math.sqrt(self.jitter_seconds * computed)
+        steady = self.steady_seconds
+        spread = computed + steady * math.expm1(-computed / steady) if steady else computed
+        return math.sqrt(self.jitter_seconds * max(0.0, spread))

@@ -1,4 +1,5 @@
-"""accumulate: sum the loss, the gradients and the loads of experts of a step's microbatches before they are read.
+"""accumulate: sum what a step's microbatches have each of before it is read: the loss, the gradients, the loads of
+experts, and the counts of largest elements.
 
 Needs: a normalised joint graph of one microbatch, whose loss was divided by their number when it was traced. Ensures:
 an `accumulate` stands between each gradient, and the loss, and all that reads it; so does the graph's `microbatches`.
@@ -20,6 +21,7 @@ from torch import fx
 
 from shardc.ir.graph import Graph, Port, info, type_of
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.scaled import COUNTS
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import HALF
 from shardc.passes.normalize.limit_experts import OF_LAYER
@@ -55,7 +57,7 @@ def accumulate(graph: Graph, microbatches: int, *, always: bool = False) -> Grap
 
 
 def _is_summed(port: Port) -> bool:
-    return port.role in ("loss", "grad") or port.name.startswith(OF_LAYER)
+    return port.role in ("loss", "grad") or port.name.startswith((OF_LAYER, COUNTS))
 
 
 def _summed(graph: Graph, value: fx.Node) -> fx.Node:

@@ -45,6 +45,28 @@ class SumProducts(Pass):
         return graph
 
 
+def separate_terms(graph: Graph) -> None:
+    """Undo the pass, in place: stages are cut from bodies whose terms are values."""
+    for summed in graph.calls_of(ACCUMULATE_WGRAD):
+        about, type, read = info(summed), type_of(summed), operands(summed)
+        narrow = type.with_dtype(type_of(read[0]).dtype)
+        with graph.fx.inserting_before(summed):
+            term = graph.call(
+                LINEAR_WGRAD,
+                tuple(read),
+                like=summed,
+                type=narrow,
+                name=f"{about.name}.term",
+                assignment=about.assignment,
+            )
+            if narrow.dtype != type.dtype:
+                cast = {"dtype": type.dtype}
+                term = graph.call(CAST, (term,), cast, like=summed, type=type, name=f"{about.name}.wide")
+            sum_ = graph.call(ACCUMULATE, (term,), like=summed, type=type)
+        _take_place(graph, summed, sum_)
+        graph.fx.erase_node(summed)
+
+
 def _product(term: fx.Node) -> fx.Node | None:
     """The product that a term is, or a wider cast of, if nothing else reads either."""
     product = term
@@ -67,7 +89,7 @@ def _read(product: fx.Node) -> list[fx.Node]:
 
 def _replace(graph: Graph, sum_: fx.Node, product: fx.Node) -> None:
     """The sum where the product was made: what the product reads lives no longer."""
-    about, type = info(sum_), type_of(sum_)
+    type = type_of(sum_)
     with graph.fx.inserting_before(product):
         summed = graph.call(
             ACCUMULATE_WGRAD,
@@ -76,8 +98,14 @@ def _replace(graph: Graph, sum_: fx.Node, product: fx.Node) -> None:
             type=type,
             assignment=info(product).assignment,
         )
-    sum_.replace_all_uses_with(summed)
+    _take_place(graph, sum_, summed)
+
+
+def _take_place(graph: Graph, old: fx.Node, new: fx.Node) -> None:
+    """Let all read the new value, which gets the name of the old one."""
+    name = info(old).name
+    old.replace_all_uses_with(new)
     for named in (graph.gradients, graph.activations):
-        named.update({name: summed for name, value in named.items() if value is sum_})
-    update(sum_, name=graph.unique(f"{about.name}.term"))
-    update(summed, name=about.name)
+        named.update({key: new for key, value in named.items() if value is old})
+    update(old, name=graph.unique(f"{name}.before"))
+    update(new, name=name)

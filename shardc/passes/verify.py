@@ -347,7 +347,9 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "localize": (no_axis_twice, outputs_as_asked, groups_agree),
     "align": (no_axis_twice, outputs_as_asked),
     "overlap": (no_axis_twice, outputs_as_asked, groups_agree),
+    "late_gradients": (no_axis_twice, outputs_as_asked, groups_agree),
     "bucket": (no_axis_twice, outputs_as_asked, buckets_match),
+    "prefetch": (no_axis_twice, outputs_as_asked, buckets_match),
     "online_softmax": (no_axis_twice, outputs_as_asked),
 }
 
@@ -355,6 +357,8 @@ ENSURES: dict[str, tuple[Check, ...]] = {
 PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "align": (same_interface, collectives_in_order),
     "overlap": (same_interface, same_calls),
+    "late_gradients": (same_interface, same_calls),
     "bucket": (same_interface,),
+    "prefetch": (same_interface, same_calls, collectives_in_order),
     "fuse": (same_interface, collectives_in_order, peak_within_bound),
 }

@@ -29,6 +29,7 @@ from shardc.plan.context import Context
 from shardc.plan.experts import Experts
 from shardc.plan.fuse import Fusing, says_something
 from shardc.plan.hardware import HardwareChoice
+from shardc.plan.overlap import Overlapping
 from shardc.plan.packaged import PREFIX, plan_path
 from shardc.plan.pipeline import Pipelining
 from shardc.plan.symbols import Symbols
@@ -71,7 +72,8 @@ class Plan(BaseModel):
     their mean, unless `loss` weights them by tokens. Under `pad` a smaller batch is padded to a shape compiled for.
     `hardware` is the machine that passes weigh their choices for. `bucket` is up to how many bytes of collectives
     travel as one: true is what the hardware says, 25 MiB by default. `align: false` leaves 16-bit products of odd sizes
-    as they are; else they are padded where that is faster. `data` says what ranks are given of a step's batch: all of
+    as they are; else they are padded where that is faster. `overlap: false` leaves calls in the order of autograd; else
+    compute moves behind collectives. `data` says what ranks are given of a step's batch: all of
     it, or `per_rank` the part of their data coordinate. `nonfinite` says what becomes of a step with a gradient that is
     no number: by default float16 skips it, and all else does not look. Under `strict` whatever could not be honoured is
     an error. `symbols` names the extents of a batch that need not be fixed: see shardc/plan/symbols.py.
@@ -88,6 +90,7 @@ class Plan(BaseModel):
     recompute: Recomputing = Recomputing()
     hardware: HardwareChoice = HardwareChoice()
     align: Flag = True
+    overlap: Overlapping = Overlapping()
     bucket: Bucketing = Bucketing()
     fuse: Annotated[Fusing, BeforeValidator(says_something)] = Fusing()
     experts: Experts = Experts()
@@ -118,6 +121,7 @@ class Plan(BaseModel):
         recompute: str | Mapping[str, object] | None = None,
         hardware: str | Mapping[str, object] | Hardware | None = None,
         align: bool | None = None,
+        overlap: bool | Mapping[str, object] | None = None,
         bucket: bool | int | str | Mapping[str, object] | None = None,
         fuse: bool | Mapping[str, object] | None = None,
         experts: str | Mapping[str, object] | None = None,
@@ -143,6 +147,7 @@ class Plan(BaseModel):
         values |= {"context": context, "hardware": hardware, "align": align, "bucket": bucket, "accumulate": accumulate}
         values |= {"data": data, "precision": precision, "nonfinite": nonfinite, "loss": loss, "pad": pad}
         values |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed, "symbols": symbols}
+        values |= {"overlap": overlap}
         # What is not said must not count as said when the plan is merged over another.
         return cls.from_dict({**written_maps, **{key: value for key, value in values.items() if value is not None}})
 
@@ -276,6 +281,8 @@ class Plan(BaseModel):
             data["hardware"] = self.hardware.dumped()
         if not self.align:
             data["align"] = False
+        if (said := self.overlap.dumped()) is not None:
+            data["overlap"] = said
         if self.bucket.size != 0:
             data["bucket"] = self.bucket.dumped()
         if self.fuse.enabled:

@@ -277,17 +277,79 @@ class Bucketing(BaseModel):
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+FP8_DTYPES: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+MOST_HISTORY = 4096
+
+
+class Linear8(FrozenValue):
+    """How products with weights are made of 8-bit floats; see shardc/passes/normalize/quantize.py.
+
+    `scale` is one a tensor or one a row, `gradients` the format of gradients; `history` is of how many steps before
+    the largest elements of activations and gradients are, 0 for those of this step. `keep` are patterns over modules
+    whose products stay wide. In short: fp8.
+    """
+
+    scale: Literal["tensor", "row"] = "tensor"
+    gradients: Literal["e5m2", "e4m3"] = "e5m2"
+    history: int = 0
+    keep: tuple[Annotation, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, Linear8):
+            return value
+        if value == "fp8":
+            return {}
+        if not isinstance(value, Mapping):
+            hint = "write linear: fp8, or linear: {scale: row, keep: [...]}"
+            raise error("SC208", f"'precision' has no '{value}' to make linear products in", hint=hint)
+        fields = dict(cast(Mapping[str, Any], value))
+        if unknown := [key for key in fields if key not in cls.model_fields]:
+            hint = did_you_mean(str(unknown[0]), cls.model_fields, "keys of linear")
+            raise error("SC208", f"'linear' has no key '{unknown[0]}'", hint=hint)
+        for key, choices in {"scale": ("tensor", "row"), "gradients": ("e5m2", "e4m3")}.items():
+            if fields.get(key, choices[0]) not in choices:
+                message = f"'{key}' of linear should be {' or '.join(choices)}, not {fields[key]!r}"
+                raise error("SC208", message, hint=did_you_mean(str(fields[key]), choices, "choices"))
+        history = fields.get("history", 0)
+        if type(history) is not int or not 0 <= history <= MOST_HISTORY:
+            message = f"'history' of linear should be a number of steps from 0 to {MOST_HISTORY}, not {history!r}"
+            raise error("SC208", message, hint="write linear: {history: 16}")
+        if history and fields.get("scale") == "row":
+            message = "'history' of linear is of a whole tensor: rows of one step are not those of the next"
+            raise error("SC208", message, hint="leave out 'history', or 'scale: row'")
+        return {**fields, "keep": _patterns(fields.get("keep", ()), info, "precision", "linear", "keep")}
+
+    def dumped(self) -> object:
+        """As plain data, in its short form if it has one."""
+        data: dict[str, object] = self.model_dump(exclude_defaults=True, exclude={"keep"})
+        if self.keep:
+            data["keep"] = [annotation.pattern for annotation in self.keep]
+        return data or "fp8"
+
+
+def _patterns(value: Any, info: ValidationInfo, *path: str) -> tuple[Annotation, ...]:
+    patterns: list[object] = list(value) if isinstance(value, (list, tuple)) else [value]
+    origin = source_of(info).origin(*path)
+    return tuple(
+        pattern if isinstance(pattern, Annotation) else Annotation(str(pattern), P(), origin) for pattern in patterns
+    )
+
+
 class Dtypes(BaseModel):
     """What a step is computed in, what parameters are stored in, gradients reduced in; see
     shardc/frontend/precision.py.
 
     `keep` are patterns over modules, parameters and inputs that stay in `master`. float16 starts with `loss_scale`,
-    which doubles after `growth_interval` steps without an overflow. In short: `compute` alone.
+    which doubles after `growth_interval` steps without an overflow. `linear` says that products with weights are of
+    8-bit floats. In short: `compute` alone.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
     compute: str
+    linear: Linear8 | None = None
     master: str = "fp32"
     reduce: str = "fp32"
     keep: tuple[Annotation, ...] = ()
@@ -301,6 +363,8 @@ class Dtypes(BaseModel):
             return value
         options: object = value if isinstance(value, Mapping) else {"compute": value}
         fields = dict(cast(Mapping[str, object], options))
+        if "linear" in fields:
+            fields.setdefault("compute", "bf16")
         if "compute" not in fields:
             hint = "write precision: bf16, or precision: {compute: bf16, master: fp32}"
             raise error("SC208", "'precision' does not say what to compute in", hint=hint)
@@ -320,12 +384,7 @@ class Dtypes(BaseModel):
     @field_validator("keep", mode="before")
     @classmethod
     def _read_keep(cls, value: Any, info: ValidationInfo) -> tuple[Annotation, ...]:
-        patterns: list[object] = list(value) if isinstance(value, (list, tuple)) else [value]
-        origin = source_of(info).origin("precision", "keep")
-        return tuple(
-            pattern if isinstance(pattern, Annotation) else Annotation(str(pattern), P(), origin)
-            for pattern in patterns
-        )
+        return _patterns(value, info, "precision", "keep")
 
     @model_validator(mode="after")
     def _check(self) -> Dtypes:
@@ -346,7 +405,9 @@ class Dtypes(BaseModel):
 
     def dumped(self) -> object:
         """As plain data, in its short form if it has one."""
-        data = self.model_dump(exclude_defaults=True, exclude={"keep"})
+        data = self.model_dump(exclude_defaults=True, exclude={"keep", "linear"})
+        if self.linear is not None:
+            data["linear"] = self.linear.dumped()
         if self.keep:
             data["keep"] = [annotation.pattern for annotation in self.keep]
         return self.compute if data.keys() == {"compute"} else data

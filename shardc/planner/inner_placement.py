@@ -26,6 +26,7 @@ SLOW = {
     "bf16_flops_per_second": 1e9,
     "fp32_flops_per_second": 1e9,
     "fp64_flops_per_second": 1e9,
+    "fp8_flops_per_second": 1e9,
     "memory_bytes_per_second": 1e9,
     "collective_start_seconds": 1e-9,
 }

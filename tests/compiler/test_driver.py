@@ -46,12 +46,13 @@ def watched(mesh: str, plan: dict[str, Any], optimizer: bool = False) -> dict[st
 def test_every_step_of_a_compile_is_watched() -> None:
     seen = watched("dp=2, tp=2", SHARDED | {"accumulate": 2, "bucket": True}, optimizer=True)
     order = list(seen)
-    assert order[:7] == [
-        *("normalize", "imply_masks", "group_experts", "limit_experts", "accumulate", "join_loads", "append_updates"),
+    assert order[:8] == [
+        *("normalize", "imply_masks", "group_experts", "limit_experts", "quantize", "accumulate", "join_loads"),
+        "append_updates",
     ]
-    assert order[-5:] == ["align", "overlap", "sum_products", "bucket", "fuse"]
+    assert order[-7:] == ["align", "overlap", "late_gradients", "sum_products", "bucket", "prefetch", "fuse"]
     assert {len(graphs) for graphs in seen.values()} == {1}
-    (_, before), (_, after) = seen["bucket"][0], seen["fuse"][0]
+    (_, before), (_, after) = seen["prefetch"][0], seen["fuse"][0]
     assert traffic(after).kernels < traffic(before).kernels
 
 

@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_leaves
 from shardc.ir.arena import planned
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.group_axes import axes_used
+from shardc.runtime.execute import prepared_collective
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.overlap import begin
-from shardc.runtime.execute.prepared_code import CodeLine, _wait_into
+from shardc.runtime.execute.prepared_code import CodeLine, _arrived_in, _wait_into
 from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 
 CPU = torch.device("cpu")
@@ -74,8 +75,10 @@ def fake_job(rank: int, size: int) -> Iterator[None]:
 
 def action_of(line: CodeLine) -> Key:
     at, call = line[0], line[1]
-    kinds = {begin: "begin", _wait_into: "wait"}
+    kinds = {begin: "begin", _wait_into: "wait", _arrived_in: "wait"}
     kind = kinds.get(call.func, "run") if isinstance(call, partial) else "run"
+    if getattr(call, "__module__", "") == prepared_collective.__name__:
+        kind = "begin" if call.__name__.startswith("begin") else "wait"
     if kind == "wait" and line[3] == ():
         kind = "free"
     return kind, at

@@ -149,6 +149,39 @@ def test_work_beside_a_collective_takes_longer() -> None:
     assert found.seconds == pytest.approx(2 * PRODUCT + REDUCED, rel=1e-2)
 
 
+def test_a_kernel_is_slowed_by_every_collective_under_way() -> None:
+    """Four in a row on one stream, behind them a chain of products: all of it but the end runs beside one of them."""
+    drawn = Drawn()
+    for _ in range(4):
+        drawn.reduce("a", 0)
+    for _ in range(50):
+        drawn.product(0)
+    alone, _ = timed(drawn.graph())
+    slowed, _ = timed(drawn.graph(), with_tables(contention={"product": 2}))
+    beside = 2 * (alone.kinds["product"] - 4 * PRODUCT)
+    assert beside < 4 * REDUCED, "the collectives outlast it"
+    assert slowed.kinds["product"] == pytest.approx(beside + 4 * PRODUCT, rel=0.03)
+
+
+@pytest.mark.parametrize("products", [1, 10, 100])
+def test_collectives_beside_work_push_back_those_behind_them(products: int) -> None:
+    """Two in a row take twice as long beside products, and no longer than alone where nothing runs beside them."""
+    drawn = Drawn()
+    drawn.reduce("a", 0)
+    first = drawn.values[-1]
+    drawn.reduce("a", 0)
+    second = drawn.values[-1]
+    drawn.product(0)
+    for _ in range(products - 1):
+        drawn.product()
+    for name, reduced in (("both", second), ("all", first)):
+        drawn.values.append(drawn.builder.call(name, TYPE, aten.mm.default, reduced, drawn.values[-1]))
+    found, _ = timed(drawn.graph(), with_tables(contention={"collective": 2}))
+    work = (products + 1) * PRODUCT  # with the second one's operand
+    sent = 2 * REDUCED + min(2 * REDUCED, work / 2)  # of what is beside them, half is lost
+    assert found.seconds == pytest.approx(PRODUCT + max(sent, work) + 2 * PRODUCT, rel=1e-2)
+
+
 def with_tables(**tables: object) -> Hardware:
     return dataclasses.replace(FLAT, tables=FLAT.tables.model_validate(tables))
 

@@ -18,7 +18,7 @@ LIMIT = 8.0  # as in worker.py
 
 def test_collectives_equal_the_simulation(tmp_path: Path) -> None:
     found = start("collectives", 4, tmp_path)
-    assert [one and one["checked"] for one in found] == [72] * 4
+    assert found == [{"checked": 72, "prepared": 20}] * 4
 
 
 def test_training_equals_the_simulation(tmp_path: Path) -> None:

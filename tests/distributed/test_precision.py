@@ -8,6 +8,7 @@ import torch
 
 import shardc
 from examples.mlp import mlp, reconstruction
+from shardc.ir.graph import type_of
 from shardc.plan.schema import Plan
 from shardc.runtime.train.trainer import Trainer
 from tests.distributed.ranks import start
@@ -21,9 +22,11 @@ def compiled(scenario: str) -> tuple[shardc.Program, list[Any]]:
     model, batch, _ = mlp()
     bad = {"x": batch["x"].clone()}
     bad["x"][-1, 3] = 1e6 if scenario == "overflow" else float("nan")
-    precision = {"compute": "fp16", "loss_scale": 1024} if scenario == "overflow" else "bf16"
-    plan: dict[str, Any] = {"precision": precision, "storage": {"zero": 1, "axes": ["dp"]}}
-    plan |= {} if scenario == "overflow" else {"nonfinite": "raise"}
+    precision: object = {"compute": "fp16", "loss_scale": 1024} if scenario == "overflow" else "bf16"
+    if scenario == "fp8":
+        precision, bad = {"linear": "fp8"}, batch
+    plan: dict[str, Any] = {"precision": precision, "storage": {"zero": 3 if scenario == "fp8" else 1, "axes": ["dp"]}}
+    plan |= {} if scenario == "overflow" else {"nonfinite": "skip" if scenario == "fp8" else "raise"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     asked = Plan.load(PLAN).merge(Plan.of(mesh="dp=2, tp=1", **plan))
     program = shardc.compile(model, batch, plan=asked, loss=reconstruction, optimizer=optimizer)
@@ -68,3 +71,16 @@ def test_all_ranks_raise_alike(tmp_path: Path) -> None:
         assert rank is not None
         assert (rank["code"], rank["steps"], rank["finite"]) == ("SC509", 1, True)
         assert "step 1: the gradients of up.weight, up.bias, down.weight, down.bias are not finite" in rank["error"]
+
+
+def test_8_bit_weights_are_gathered_by_gloo(tmp_path: Path) -> None:
+    """As bytes: gloo has no 8-bit floats."""
+    program, batches = compiled("fp8")
+    sent = {type_of(program.body.by_name(c.value)).dtype for c in program.collectives() if c.kind == "all_gather"}
+    assert torch.float8_e4m3fn in sent
+    found = start("fp8", 2, tmp_path, worker=WORKER)
+    want: Any = steps(program.launch(), batches)
+    for rank in found:
+        assert rank is not None
+        assert rank["loss"] == want["loss"]
+        assert rank["state"] == want["state"]

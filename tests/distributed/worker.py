@@ -60,7 +60,7 @@ def cases() -> dict[str, tuple[Graph, tuple[int, ...]]]:
 def collectives() -> dict[str, object]:
     """Each collective over gloo gives each rank what the simulator gives it, padding included; in pieces too."""
     dist.init_process_group("gloo")
-    checked = 0
+    checked = prepared = 0
     pieces_or_copies = [(least, *case) for least in (collective_ops.LEAST_PIECE, 0) for case in cases().items()]
     for collective_ops.LEAST_PIECE, name, (graph, shape) in pieces_or_copies:
         mesh = graph.mesh
@@ -72,6 +72,7 @@ def collectives() -> dict[str, object]:
         simulate(graph, {"x": x}, observe=lambda _, values, seen=seen: seen.append(values[RANK]))
         assert torch.equal(y, seen[-1]), f"{name}: {y} against {seen[-1]}"
         checked += 1
+        prepared += len(executor.routine.collectives)
     mesh = Mesh(a=2, b=2)
     comm = ProcessGroupCommunicator(mesh, RANK, [("a",)], timedelta(seconds=60))
     half = torch.full((2, 3), RANK + 1.0, dtype=torch.bfloat16)
@@ -79,7 +80,7 @@ def collectives() -> dict[str, object]:
         assert made.dtype == torch.bfloat16
         assert set(made.flatten().tolist()) == {2.0 * (RANK % 2) + 4.0}
     dist.barrier()  # rank 0 holds the store through which the other group may still be meeting
-    return {"checked": checked}
+    return {"checked": checked, "prepared": prepared}
 
 
 def train() -> dict[str, object]:

@@ -202,6 +202,36 @@ def test_meetings_grow_as_the_root_of_the_time() -> None:
     assert Hardware().tables.meetings.wait(1.0) == 0
 
 
+def test_ranks_that_keep_their_speed_first_wait_as_long_as_the_time_itself() -> None:
+    steady = Hardware.of({"meetings": {"jitter_seconds": 2e-4, "steady_seconds": 1e-2}}).tables.meetings
+    assert [steady.wait(t) for t in (0.0, 1e-5, 2e-5)] == pytest.approx([0, 1e-6, 2e-6], rel=1e-3)
+    assert steady.wait(10.0) == pytest.approx((2e-4 * 9.99) ** 0.5, rel=1e-6)
+    times = [steady.wait(10**n) for n in range(-12, 3)]
+    assert times == sorted(times)
+
+
+def test_a_product_beside_a_collective_loses_rounds_of_its_tiles() -> None:
+    """Of 4 units one is taken: 4 tiles take two rounds for one, 8 three for two, and 3 lose nothing."""
+    table = {"dtypes": ["bfloat16"], "flops_per_second": 1e12, "units": 4, "tiles": [[[128, 128], 1.0]]}
+    hardware = Hardware.of(
+        {"products": [table], "contention": {"product": 9, "units": 1}, "memory_bytes_per_second": 1e18}
+    )
+    for rows, slower in ((4, 2), (8, 1.5), (3, 1), (400, 134 / 100)):
+        times = [hardware.product_seconds(1, 128 * rows, 128, 128, BF16, contended=c) for c in (False, True)]
+        assert times[1] == pytest.approx(slower * times[0])
+    assert hardware.product_seconds(1, 8, 8, 8, torch.float32, contended=True) == pytest.approx(
+        9 * hardware.product_seconds(1, 8, 8, 8, torch.float32)
+    ), "no tiles are known of it"
+
+
+def test_a_product_that_memory_bounds_is_slowed_as_memory_is() -> None:
+    table = {"dtypes": ["bfloat16"], "flops_per_second": 1e18, "units": 4, "tiles": [[[128, 128], 1.0]]}
+    contention = {"units": 1, "memory": 1.25}
+    hardware = Hardware.of({"products": [table], "contention": contention, "memory_bytes_per_second": 1e9})
+    times = [hardware.product_seconds(1, 512, 128, 128, BF16, contended=c) for c in (False, True)]
+    assert times[1] == pytest.approx(1.25 * times[0])
+
+
 def test_scores_in_memory_take_longer_where_heads_are_narrow() -> None:
     figures = {"dtypes": ["bfloat16"], "flops_per_second": 1e12}
     plain, scores = (Hardware.of({"attention": [{**figures, **more}]}) for more in ({}, {"score_width": 96}))
@@ -258,6 +288,22 @@ def test_a_product_is_no_faster_than_the_device(name: str, shape: tuple[int, int
     assert taken >= 2 * math.prod(shape) / (1.2 * hardware.bf16_flops_per_second)
     assert taken >= hardware.memory_seconds(2 * batch * (rows * depth + depth * columns + rows * columns)) * (1 - 1e-12)
     assert taken < 1e3
+
+
+def test_8_bit_products_have_bfloat16s_tiles_at_a_rate_of_their_own() -> None:
+    figures = {"bf16_flops_per_second": 1e12, "fp8_flops_per_second": 2e12, "memory_bytes_per_second": 1e18}
+    table = {"dtypes": ["bfloat16"], "flops_per_second": 1e12, "units": 4, "tiles": [[[128, 128], 0.5]]}
+    for tables in ({}, {"products": [table]}):
+        hardware = Hardware.of({**figures, **tables})
+        for shape in ((1, 256, 256, 64), (1, 264, 264, 64), (2, 512, 8, 4096)):
+            wide, narrow, other = (
+                hardware.product_seconds(*shape, dtype) for dtype in (BF16, torch.float8_e4m3fn, torch.float8_e5m2)
+            )
+            assert narrow == other == pytest.approx(wide / 2)
+    slow = Hardware.of({**figures, "products": [table], "memory_bytes_per_second": 1e9})
+    assert slow.product_seconds(1, 256, 64, 128, torch.float8_e4m3fn) == pytest.approx(
+        (256 * 128 + 64 * 128 + 2 * 256 * 64) / 1e9
+    ), "operands of a byte, and a result of two"
 
 
 def test_odd_rows_are_slow_and_one_row_is_not() -> None:

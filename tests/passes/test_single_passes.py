@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -39,7 +39,9 @@ from shardc.passes.base import Pass
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
+from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
+from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
@@ -51,6 +53,7 @@ from shardc.passes.normalize.group_experts import GroupExperts
 from shardc.passes.normalize.imply_masks import ImplyMasks
 from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.normalize import Normalize
+from shardc.passes.normalize.quantize import Quantize
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
 from shardc.passes.sharding.find_blocks import FindBlocks, ShardedDim
@@ -68,6 +71,7 @@ from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
 from shardc.passes.sum_products import SumProducts
 from shardc.plan.context import Balance
+from shardc.plan.values import DTYPES
 
 FOLDER = Path(__file__).parent / "single"
 FILES = sorted(path.stem for path in FOLDER.glob("*.txt"))
@@ -96,6 +100,10 @@ def spread_taps(lengths: list[int]) -> SpreadTaps:
     return SpreadTaps(frozenset(lengths))
 
 
+def quantize(compute: str, scale: Literal["tensor", "row"], history: int = 0) -> Quantize:
+    return Quantize(DTYPES[compute], scale, history=history)
+
+
 PASSES: Mapping[str, Callable[..., Pass]] = {
     "divide_attention": DivideAttention,
     "merge_keys": MergeKeys,
@@ -103,6 +111,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "imply_masks": ImplyMasks,
     "group_experts": GroupExperts,
     "limit_experts": LimitExperts,
+    "quantize": quantize,
     "accumulate": Accumulate,
     "join_loads": JoinLoads,
     "append_updates": updates,
@@ -127,8 +136,10 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "pack_parts": PackParts,
     "align": Align,
     "overlap": Overlap,
+    "late_gradients": LateGradients,
     "sum_products": SumProducts,
     "bucket": Bucket,
+    "prefetch": Prefetch,
     "fuse": Fuse,
 }
 

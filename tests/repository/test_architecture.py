@@ -27,7 +27,14 @@ def test_every_room_is_on_its_floor() -> None:
 def test_passes_are_in_their_order() -> None:
     listed = re.findall(r"^\| `(\w+)` \| `[\w.]+` \|", TEXT, re.M)
     after = (*body_passes((), (), (), Options()), *part_passes(Options()))
-    assert listed == ["normalize", "imply_masks", "group_experts", "limit_experts", *(each.name for each in after)]
+    assert listed == [
+        "normalize",
+        "imply_masks",
+        "group_experts",
+        "limit_experts",
+        "quantize",
+        *(each.name for each in after),
+    ]
 
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])

@@ -28,10 +28,10 @@ FLOORS: list[dict[str, str]] = [
             ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums
             ops.check_index ops.collectives ops.context ops.ctc ops.cumulative ops.cumulative_extremes ops.exchange
             ops.expert_capacity ops.experts ops.extreme ops.fused_attention ops.gathered ops.group_norm ops.grouped
-            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.scan ops.scan_body ops.scan_parts
-            ops.scan_steps ops.shift ops.softmax ops.squares ops.step_runs ops.streams ops.take ops.windows overlap
-            overlap_schedule parse placement plain program provenance python schema slowdowns storages text trees types
-            verify version
+            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.scaled ops.scan ops.scan_body
+            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.step_runs ops.streams ops.take
+            ops.windows overlap overlap_schedule parse placement plain program provenance python schema slowdowns
+            storages text trees types verify version
         """,
     },
     {
@@ -42,7 +42,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.rules": """
             __init__ attention attention_heads attention_keys attention_rows carried_states conv creation ctc
             cumulative embedding experts fft halo indexing linalg local matmul norm notation pick pointwise pool
-            projection random reduction registry scan section shift take view window
+            projection random reduction registry scaled scan section shift take view window
         """,
         "shardc.schedule": """
             __init__ build clock costs emit instructions lists pipeline prove replay schedules schedules.auto
@@ -78,18 +78,21 @@ FLOORS: list[dict[str, str]] = [
         "kernels_triton.match": "__init__ algebra launcher match op pattern run source table variants",
     },
     {
-        "shardc.cost": "__init__ cache call_seconds failures flops memory prediction prediction_trace profile streams",
+        "shardc.cost": """
+            __init__ beside cache call_seconds failures flops memory prediction prediction_trace profile streams
+        """,
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
         "shardc.plan": """
-            __init__ clipping context experts fuse hardware hugging_face packaged pipeline schema symbols values
+            __init__ clipping context experts fuse hardware hugging_face overlap packaged pipeline schema symbols values
         """,
     },
     {
         "shardc.passes": """
             __init__ accumulate attention_keys attention_rows base carried_states communication communication.bucket
-            communication.causes communication.combine communication.overlap communication.report_gathers context
+            communication.causes communication.combine communication.late_gradients communication.overlap
+            communication.prefetch communication.report_gathers context
             context.attention_times context.divide_attention context.divided_heads context.merge_keys
             context.pack_parts cumulative_rows exchanged_rows fusion fusion.analysis fusion.analysis.access
             fusion.analysis.constant_values fusion.analysis.iteration_space fusion.analysis.space_cache
@@ -109,9 +112,9 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.indexing normalize.decompositions.losses normalize.decompositions.masked_scatter
             normalize.decompositions.matmul normalize.decompositions.reductions normalize.decompositions.table
             normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts normalize.imply_masks
-            normalize.limit_experts normalize.mask_positions normalize.normalize scan_parts sharding sharding.assign
-            sharding.atom_classes sharding.atomize sharding.balance sharding.casts sharding.chunked_rows
-            sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks
+            normalize.limit_experts normalize.mask_positions normalize.normalize normalize.quantize scan_parts sharding
+            sharding.assign sharding.atom_classes sharding.atomize sharding.balance sharding.casts
+            sharding.chunked_rows sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks
             sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize
             sharding.lower_reshards sharding.named_rows sharding.pool_taps sharding.prefixes sharding.propagate
             sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps
@@ -127,9 +130,9 @@ FLOORS: list[dict[str, str]] = [
             transfer_report
         """,
         "shardc.frontend": """
-            __init__ append buffer_writers buffers cached_model carried_state chunk_states cleanup evaluation_mode
-            expert_masks expert_notes expert_replay expert_rows experts_form function_caches gradients ingest
-            join_loads layer_drop library_experts library_masks lifted_casts local_mutation loop_body loop_notes
+            __init__ amax_history append buffer_writers buffers cached_model carried_state chunk_states cleanup
+            evaluation_mode expert_masks expert_notes expert_replay expert_rows experts_form function_caches gradients
+            ingest join_loads layer_drop library_experts library_masks lifted_casts local_mutation loop_body loop_notes
             loop_operations loop_shapes loop_source loop_values loss_gradients made_anew memory_writes model_changes
             model_outputs op_overrides optimizer optimizer_trace own_values precision program_inputs program_optimizers
             provenance python_random python_state rolled_loops row_selection row_wise sample_call sample_values
@@ -140,15 +143,16 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.runtime.execute": """
             __init__ arena batch body_code bucket_buffer call_arguments call_recorder data_parts direct_call executor
-            failed_call index_check instructions layout measured_timeline microbatches monitor overlap peer_groups
-            prepared_code process_groups signal_wakeup stage_code step_epilogue transfers written_code
+            failed_call held_views index_check instructions layout measured_timeline microbatches monitor overlap
+            peer_groups prepared_code prepared_collective prepared_linear process_groups signal_wakeup stage_code
+            step_epilogue step_graph transfers written_code
         """,
     },
     {
         "shardc.runtime.calibrate": "__init__ calibrate device fit peers rows timing write",
         "shardc.runtime.oracle": """
-            __init__ compare eager_witness lifted report rounding simulate simulate_stages verification verify
-            whole_batch
+            __init__ compare eager_witness lifted report rounded_products rounding simulate simulate_stages
+            verification verify whole_batch
         """,
         "shardc.runtime.checkpoint": """
             __init__ checkpoint export folder held hugging_face lock manifest planners weights

@@ -135,6 +135,7 @@ def run(body: Graph) -> tuple[list[int], list[Any]]:
     inputs = [torch.ones(type_of(n).local_shape(body.mesh), dtype=type_of(n).dtype) for n in body.placeholders]
     for slot, value in zip(made.listing.inputs, inputs, strict=True):
         env[slot] = value
+    made.held_views.fill(env)
     held = {value.untyped_storage().data_ptr() for value in inputs}
     found: list[int] = []
     with torch.no_grad(), running(rank_context(body.mesh, 0, Alone(body.mesh))):  # type: ignore[arg-type]

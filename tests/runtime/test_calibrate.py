@@ -18,11 +18,21 @@ from shardc import ShardcError
 from shardc.cli import main
 from shardc.ir.device_rates import AttentionRate, ProductRate
 from shardc.ir.hardware import DEFAULT, Group, Hardware
-from shardc.ir.slowdowns import Contention, Power
+from shardc.ir.slowdowns import Contention, Meetings, Power
 from shardc.plan import hardware as files
 from shardc.runtime.calibrate.calibrate import Machine, hardware_text
 from shardc.runtime.calibrate.device import CPU_ATTENTION
-from shardc.runtime.calibrate.fit import BACKWARD, attention_rates, cores, jitter, kind_of, product_rate, tables
+from shardc.runtime.calibrate.fit import (
+    BACKWARD,
+    attention_rates,
+    contention,
+    cores,
+    jitter,
+    kind_of,
+    product_rate,
+    tables,
+)
+from shardc.runtime.calibrate.peers import SHAPES
 from shardc.runtime.calibrate.rows import NEEDED, Row, read_rows
 from shardc.runtime.calibrate.timing import Together, coarse_first, timed
 from shardc.runtime.calibrate.write import hardware_yaml
@@ -31,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks/measurements/h200.jsonl"
 FILE = ROOT / "configs/hardware/h200-nvlink.yaml"
 ROWS = read_rows(MEASURED)
-CALIBRATED = read_rows(MEASURED.with_name("h200_calibrate.jsonl"))
+OTHERS = [read_rows(MEASURED.with_name(name)) for name in fit_hardware.OTHERS]
 H200 = files.read_file(FILE)
 ERRORS = list(fit_hardware.errors(ROWS, H200))
 
@@ -39,7 +49,7 @@ ERRORS = list(fit_hardware.errors(ROWS, H200))
 # ---------------------------------------------------------------------- the H200's file
 def test_the_file_is_what_the_measurements_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    fitted = fit_hardware.with_power(fit_hardware.fitted(ROWS, CALIBRATED), H200.tables.power)
+    fitted = fit_hardware.with_power(fit_hardware.fitted(ROWS, *OTHERS), H200.tables.power)
     text = fit_hardware.text(fitted, "benchmarks/measurements/h200.jsonl")
     assert text == FILE.read_text(), "python -m benchmarks.fit_hardware writes it"
 
@@ -222,9 +232,36 @@ def test_what_ranks_of_a_cpu_do_to_each_other(tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_wait_have_no_jitter() -> None:
     row = {"kind": "meeting", "computed_us": 9e3, "alone_us": 9e3, "together_us": 8e3}
-    assert jitter([row]) == 0
+    assert jitter([row]) == {"jitter_seconds": 0}
     assert cores([{"kind": "cores", "work_us": 9.0, "collective_us": 1.0, "both_us": 12.0}]) == 1
     assert cores([{"kind": "cores", "work_us": 9.0, "collective_us": 1.0, "both_us": 8.0}]) == 0
+
+
+def test_ranks_that_keep_their_speed() -> None:
+    """Pieces of work from 1 to 100 ms tell for how long; without the longest only the root of the time is fitted."""
+    truth = Meetings(jitter_seconds=1.5e-5, steady_seconds=1e-2)
+    rows = [
+        {"kind": "meeting", "computed_us": us, "alone_us": us, "together_us": us + truth.wait(us * 1e-6) * 1e6}
+        for us in (1e3, 4e3, 20e3, 100e3)
+    ]
+    assert jitter(rows) == {"jitter_seconds": pytest.approx(1.5e-5, rel=1e-3), "steady_seconds": 1e-2}
+    assert set(jitter(rows[:3])) == {"jitter_seconds"}
+
+
+def test_units_that_collectives_take_from_products() -> None:
+    tiles = (((128, 256), 1.0), ((128, 128), 0.85))
+    rate = ProductRate(dtypes=("bfloat16",), flops_per_second=7e14, units=132, tiles=tiles)
+    rows = [
+        {"kind": "contention", "what": "product", "rows": m, "columns": n, "depth": k,
+         "alone_us": 100.0, "beside_us": 100 * rate.slowdown(1, m, n, k, 1e18, 32)}
+        for m, n, k in SHAPES
+    ]  # fmt: skip
+    found = contention(rows, rate)
+    again = [rate.slowdown(1, *shape, 1e18, int(found["units"])) for shape in SHAPES]
+    assert again == pytest.approx([row["beside_us"] / 100 for row in rows])
+    assert abs(found["units"] - 32) <= 3
+    assert "units" not in contention(rows), "no tiles are known"
+    assert "units" not in contention([{"what": "product", "alone_us": 1, "beside_us": 2}], rate), "nor shapes"
 
 
 def test_an_attention_that_writes_its_scores() -> None:

@@ -99,3 +99,33 @@ def test_attention_of_a_gpu_is_what_is_registered_for_gpus() -> None:
     on_gpu, on_cpu = (direct_call(SDPA, torch.device(name)) for name in ("cuda", "cpu"))
     assert on_gpu.args == (fused_attention.FUSED,)  # type: ignore[attr-defined]
     assert on_cpu.args == (REFERENCE,)  # type: ignore[attr-defined]
+
+
+def test_the_kernel_of_attention_is_chosen_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again for other shapes, strides or masks, and where the user switches a kernel off or back on."""
+    from shardc import torch_compat
+    from shardc.ir.ops import fused_attention
+
+    asked: list[tuple[bool, ...]] = []
+
+    def fused_kernels(*_: Any, **__: Any) -> torch_compat.FusedKernels:
+        asked.append(torch_compat.attention_switches())
+        return torch_compat.FusedKernels(False, torch.backends.cuda.flash_sdp_enabled(), True)
+
+    monkeypatch.setattr(torch_compat, "fused_kernels", fused_kernels)
+    monkeypatch.setattr(fused_attention, "_kernels", {})
+    q = torch.zeros(2, 4, 16, 8, dtype=torch.bfloat16)
+    choose = fused_attention.kernel_for
+    assert [choose(q, q, q, None, True) for _ in range(3)] == ["flash"] * 3
+    assert choose(q.clone(), q, q, None, True) == "flash"
+    assert len(asked) == 1
+    other = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for operands in ((q[:1], q[:1], q[:1], None), (other, q, q, None), (q, q, q, q.new_zeros(2, 4, 16, 16))):
+        before = len(asked)
+        assert choose(*operands, True) == ("flash" if operands[3] is None else "efficient")
+        assert len(asked) == before + 1
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
+        assert choose(q, q, q, None, True) == "efficient"
+    before = len(asked)
+    assert choose(q, q, q, None, True) == "flash"
+    assert len(asked) == before

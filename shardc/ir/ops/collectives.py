@@ -116,10 +116,11 @@ def late(steps: Callable[..., Steps], *args: Any) -> Steps:
 
 
 def _all_gather(x: torch.Tensor, axes: list[str], atoms: list[int], pos: int, size: int, shape: list[int]) -> Steps:
-    chunk = _whole(x.reshape(atoms))
+    chunk = without_gaps(x.reshape(atoms))
     full = atoms[pos] * current().mesh.size(axes) == size
-    chunks = yield Exchange("all_gather", chunk, tuple(axes), pos=_sent_at(chunk, pos) if full else 0)
-    return _joined(chunks, pos, size, shape)
+    at = sent_at(chunk.shape, pos, chunk.element_size()) if full else 0
+    chunks = yield Exchange("all_gather", chunk, tuple(axes), pos=at)
+    return joined_chunks(chunks, pos, size, shape)
 
 
 def _gather_blocks(
@@ -134,7 +135,7 @@ def _gather_blocks(
 ) -> Steps:
     """The same of an atom of blocks: `counts` are those of the gathered atom, negative where a block is not cut."""
     pieces = _pieces(axes, told_blocks(counts, units, reverse))
-    chunks = yield Exchange("all_gather", _whole(x.reshape(atoms)), tuple(axes))
+    chunks = yield Exchange("all_gather", without_gaps(x.reshape(atoms)), tuple(axes))
     return _join(chunks, pieces, pos, shape)
 
 
@@ -209,15 +210,16 @@ def _reduce_scatter(
     """`counts`, `units` and `reverse` are those of an atom of blocks, each of which is cut."""
     whole = x.reshape(atoms)
     cut = _cut_blocks(whole, pos, axes, told_blocks(counts, units, reverse)) if counts else _cut(whole, pos, axes)
-    at = _sent_at(cut[0], pos) if cut.movedim(0, pos).is_contiguous() else 0
-    row = yield Exchange("reduce_scatter", cut if at else _whole(cut), tuple(axes), op, pos=at)
+    even = cut.movedim(0, pos).is_contiguous()
+    at = sent_at(cut.shape[1:], pos, cut.element_size()) if even else 0
+    row = yield Exchange("reduce_scatter", cut if at else without_gaps(cut), tuple(axes), op, pos=at)
     return row.view(shape)
 
 
-def _sent_at(chunk: torch.Tensor, pos: int) -> int:
+def sent_at(chunk: Sequence[int], pos: int, itemsize: int) -> int:
     """Where the group's dim lies in memory, for a member's chunk of dim `pos`: there if pieces are few and large."""
-    count = math.prod(chunk.shape[:pos])
-    fits = 1 < count <= MOST_PIECES and chunk.numel() * chunk.element_size() >= count * LEAST_PIECE
+    count = math.prod(chunk[:pos])
+    fits = 1 < count <= MOST_PIECES and math.prod(chunk) * itemsize >= count * LEAST_PIECE
     return pos if fits else 0
 
 
@@ -239,10 +241,10 @@ def _all_to_all(
     cut = _cut_blocks(whole, split, axes, blocks) if splits_blocks else _cut(whole, split, axes)
     joins_blocks = bool(counts) and not splits_blocks
     pieces = _pieces(axes, blocks) if joins_blocks else ()
-    received = yield Exchange("all_to_all", _whole(cut), tuple(axes))
+    received = yield Exchange("all_to_all", without_gaps(cut), tuple(axes))
     if joins_blocks:
         return _join(received, pieces, concat, shape)
-    return _joined(received, concat, size, shape)
+    return joined_chunks(received, concat, size, shape)
 
 
 def _permute_ranks(x: torch.Tensor, axes: list[str], source: list[int]) -> Steps:
@@ -253,10 +255,10 @@ def _permute_ranks(x: torch.Tensor, axes: list[str], source: list[int]) -> Steps
 def _cut(x: torch.Tensor, pos: int, axes: list[str]) -> torch.Tensor:
     """Dim `pos`, zero padded, as one chunk a group member: [..., n, ...] -> [group, ..., ceil(n / group), ...]."""
     group = current().mesh.size(axes)
-    return _chunks(x, pos, group, -(-x.shape[pos] // group))
+    return chunks_of(x, pos, group, -(-x.shape[pos] // group))
 
 
-def _chunks(x: torch.Tensor, pos: int, group: int, chunk: int) -> torch.Tensor:
+def chunks_of(x: torch.Tensor, pos: int, group: int, chunk: int) -> torch.Tensor:
     missing = group * chunk - x.shape[pos]
     if missing:
         x = pad(x, [0, 0] * (x.ndim - 1 - pos) + [0, missing])
@@ -265,15 +267,15 @@ def _chunks(x: torch.Tensor, pos: int, group: int, chunk: int) -> torch.Tensor:
     return x.unflatten(pos, (group, chunk)).movedim(pos, 0)
 
 
-def _joined(chunks: torch.Tensor, pos: int, size: int, shape: list[int]) -> torch.Tensor:
+def joined_chunks(chunks: torch.Tensor, pos: int, size: int, shape: list[int]) -> torch.Tensor:
     """Chunks of dim `pos`, [group, ..., n, ...] -> [..., size, ...], without what was padded, as dims."""
     if pos == 0 and chunks.shape[0] * chunks.shape[1] == size and chunks.is_contiguous():
         return chunks.view(shape)
     front = chunks.movedim(0, pos)
-    return _whole(front).flatten(pos, pos + 1).narrow(pos, 0, size).reshape(shape).contiguous()
+    return without_gaps(front).flatten(pos, pos + 1).narrow(pos, 0, size).reshape(shape).contiguous()
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
+def without_gaps(x: torch.Tensor) -> torch.Tensor:
     """The same elements without gaps, in the order of the dims."""
     if x.is_contiguous():
         return x

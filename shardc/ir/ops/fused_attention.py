@@ -1,4 +1,4 @@
-"""Which GPU kernel computes attention, chosen when a call runs, from the local shapes that it has then.
+"""Which GPU kernel computes attention, chosen when a call first runs, from the local shapes that it has then.
 
     cuDNN        halves, no mask, Hopper and later: the fastest there
     flash        halves, no mask
@@ -6,14 +6,15 @@
     reference    everything else: float32 and float64, odd shapes, the gradient of a mask
 
 All of them give the same `o` and `lse`, so backward chooses for itself. torch's own public predicates say what each
-kernel takes on this GPU, and which of them the user has switched off (`torch.nn.attention.sdpa_kernel`).
+kernel takes on this GPU, and which of them the user has switched off (`torch.nn.attention.sdpa_kernel`). They are asked
+once for operands of one form and one setting of the switches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,8 +33,23 @@ BIAS_ALIGNED = 16
 LSE_ALIGNED = 32  # rows: how the efficient kernels store lse
 
 
+_kernels: dict[tuple[Any, ...], Kernel] = {}
+REMEMBERED = 4096  # choices
+
+
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, lower_right: bool = False) -> Kernel:
     """The fastest kernel that takes these operands as they are; k and v may have fewer heads than q."""
+    forms = [None if t is None else (t.shape, t.stride(), t.dtype, t.requires_grad) for t in (q, k, v, bias)]
+    key = (q.device, *forms, causal, lower_right, torch_compat.attention_switches())
+    kernel = _kernels.get(key)
+    if kernel is None:
+        if len(_kernels) >= REMEMBERED:
+            _kernels.clear()
+        kernel = _kernels[key] = _fastest(q, k, v, bias, causal, lower_right)
+    return kernel
+
+
+def _fastest(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, lower_right: bool) -> Kernel:
     if any(t.shape[-1] % ALIGNED or not t.numel() for t in (q, k, v)):
         return "reference"
     square = q.shape[2] == k.shape[2] or not causal

@@ -12,8 +12,7 @@ often. What is gathered or scattered block by block goes alone. There are two so
 
     late    what nothing reads before the optimizer, or is only returned: gradients, new parameters. A bucket takes them
             in order, is sent when its last member is there, and before anything reads one of them.
-    early   parameters that are gathered for use: those of one layer (`h.3`), where the first was. Their
-            shards are packed two gathers before, so that it can begin as early as it could.
+    early   parameters that are gathered for use: those of one layer (`h.3`), where the first was.
 
 The activations' collectives, on which the next op waits, stay as they are. Views and casts of what comes back late are
 made when it is there. At the peak a body may hold a bucket more than before; if it holds more, buckets are made
@@ -46,10 +45,10 @@ from shardc.ir.provenance import Cause, Derivation
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, Partial, TensorType
 from shardc.passes.base import Pass
+from shardc.passes.communication.prefetch import weights_of
 from shardc.passes.fusion.analysis.view_analysis import VIEWS
 
 TRIES = 6
-AHEAD = 2
 LATER = {*VIEWS, torch.ops.aten._to_copy.default}  # of a result, made when its bucket is back
 
 
@@ -126,9 +125,8 @@ class _Buckets:
             graph.output_node.prepend(node)  # in the order that they run in
         self.calls = list(graph.calls())
         self.position = {node: i for i, node in enumerate(self.calls)}
-        self.weights = _weights(graph)
+        self.weights = weights_of(graph)
         self.open: dict[Key, _Open] = {}
-        self.gathers: dict[tuple[Phase, bool], list[fx.Node]] = {}  # that are early, or their buckets
         self.returned: dict[Key, tuple[list[_Member], fx.Node]] = {}  # what is only returned, and not yet unpacked
 
     def run(self) -> None:
@@ -147,7 +145,6 @@ class _Buckets:
                 for other in [k for k in self.open if k.layer not in ("", key.layer) and k.when == key.when]:
                     self.close(other)
                 if member.bytes > self.size:
-                    self.gathers.setdefault(key.when, []).append(node)
                     continue
             open_bucket = self.open.get(key)
             if open_bucket is not None and open_bucket.bytes + member.bytes > self.size:
@@ -205,14 +202,12 @@ class _Buckets:
         open_bucket = self.open.pop(key)
         early = bool(key.layer)
         if len(open_bucket.members) == 1:
-            if early:
-                self.gathers.setdefault(key.when, []).append(open_bucket.members[0].node)
             return
         self._early(key, open_bucket) if early else self._late(key, open_bucket)
 
     def _late(self, key: Key, open_bucket: _Open) -> None:
         sender = open_bucket.members[-1].node
-        moved = self._sent(key, open_bucket.members, sender, sender)
+        moved = self._sent(key, open_bucket.members, sender)
         if open_bucket.due < math.inf:
             self._back(open_bucket.members, moved, self.calls[int(open_bucket.due)])
             return
@@ -222,18 +217,14 @@ class _Buckets:
 
     def _early(self, key: Key, open_bucket: _Open) -> None:
         sender = open_bucket.members[0].node
-        gathers = self.gathers.setdefault(key.when, [])
-        earlier_gathers = sorted(node for node in gathers if node < sender)
-        place = earlier_gathers[-AHEAD] if len(earlier_gathers) >= AHEAD else sender
         for member in open_bucket.members:
-            _hoist(member.x, place)
-        moved = self._sent(key, open_bucket.members, sender, place)
-        gathers.append(moved)
+            _hoist(member.x, sender)
+        moved = self._sent(key, open_bucket.members, sender)
         due = min(self.due(member.node) for member in open_bucket.members)
         self._back(open_bucket.members, moved, self.calls[int(due)])
 
-    def _sent(self, key: Key, members: list[_Member], sender: fx.Node, packed: fx.Node) -> fx.Node:
-        """Pack before `packed`, and the collective before `sender`."""
+    def _sent(self, key: Key, members: list[_Member], sender: fx.Node) -> fx.Node:
+        """Pack, and the collective, before `sender`."""
         graph, kind, axes = self.graph, key.kind, key.axes
         mesh, unit, group = graph.mesh, unit_of(key.dtype), graph.mesh.size(key.axes)
         rows = group if kind == "reduce_scatter" else 1
@@ -253,7 +244,7 @@ class _Buckets:
             atoms += [Atom(group, axes) if shared else Atom(unsharded_size), Atom(width)]
             return TensorType(key.dtype, (tuple(a for a in atoms if a.size > 1),), tuple(partial))
 
-        with graph.fx.inserting_before(packed):
+        with graph.fx.inserting_before(sender):
             type = typed(kind == "all_gather", rows, pending)
             args: tuple[Any, ...] = (xs, leads, mids, rows, unit)
             flat = graph.call(PACK, args, like=sender, type=type, name=f"{name}.pack", **about)
@@ -307,17 +298,6 @@ class _Buckets:
             if user.target is operator.getitem or user.target in LATER:
                 views += [user, *self._views(user)]
         return views
-
-
-def _weights(graph: Graph) -> set[fx.Node]:
-    """Parameters and what is made of a parameter alone, but not by communication."""
-    weights = {node for port, node in zip(graph.inputs, graph.placeholders, strict=True) if port.role == "param"}
-    for node in graph.calls():
-        sources = node.all_input_nodes
-        is_compute = info(node).type is not None and op_name(node.target) not in KINDS
-        if is_compute and sources and weights.issuperset(sources) and info(node).phase != "opt":
-            weights.add(node)
-    return weights
 
 
 def _hoist(node: fx.Node, place: fx.Node) -> None:

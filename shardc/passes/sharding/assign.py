@@ -30,7 +30,7 @@ from shardc.ir.ops.experts import EXPERT_MM, GROUP_ROWS
 from shardc.ir.types import Atom, Axes, Dim, TensorType
 from shardc.passes.base import Pass
 from shardc.passes.exchanged_rows import misfit
-from shardc.passes.sharding.casts import carriers, gradients, narrows
+from shardc.passes.sharding.casts import carriers, gradients, narrows, rounds_stored
 from shardc.passes.sharding.dispatch import Choice, Sent, bytes_of_forms, calls_at_experts
 from shardc.passes.sharding.expert_modules import STACK, refused_axes, weights_apart
 from shardc.passes.sharding.seed import copied_axes
@@ -122,6 +122,7 @@ class _Walk:
         view = find_rule(node.target).kind == "view"  # type: ignore[union-attr]
         # A stored parameter is cast where it lies: what is then gathered is less.
         view = view or (narrows(node) and sources[0] in self.graph.stored)
+        view = view or (rounds_stored(node) and not self.now[sources[0]].partial)
         if view:
             for atom, piece in enumerate(projection.operands[0]):
                 axes = self.now[sources[0]].placement[atom]

@@ -3,7 +3,9 @@
     %w.cast = _to_copy(%w, bf16)         narrows a stored parameter: done where it is stored, so that less is gathered
     %d.w = _to_copy(%d.w.cast, f32)      widens its gradient: before the sum over ranks or after, as the plan says
 
-Those of an unmodified model's own count alike.
+Those of an unmodified model's own count alike. For products of 8-bit floats, the cast is rounded where it lies, too:
+
+    %w.cast.fp8 = quantize(%w.cast, %w.cast.scale)      is gathered, and nothing but it and its scale reads the cast
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import Graph, operands, producer, type_of
+from shardc.ir.ops.scaled import QUANTIZE
 from shardc.passes.normalize.decompositions.table import HALF
 from shardc.rules.registry import find_rule, rule_of
 
 aten = torch.ops.aten
 CAST = aten._to_copy.default
+ROUNDING = (aten.abs.default, aten.amax.default, QUANTIZE)
 
 
 def narrows(node: fx.Node) -> bool:
@@ -31,9 +35,23 @@ def narrows(node: fx.Node) -> bool:
     return fewer and source.op == "placeholder"
 
 
+def rounds_stored(node: fx.Node) -> bool:
+    """A call that rounds the cast of an input to 8 bits, or finds its largest element, where nothing else reads it."""
+    if node.op != "call_function" or node.target not in ROUNDING:
+        return False
+    source = operands(node)[0]
+    while source.target in ROUNDING:
+        source = operands(source)[0]
+    return narrows(source) and all(user.target in ROUNDING for user in source.users)
+
+
 def narrow_copies(node: fx.Node) -> list[fx.Node]:
-    """The casts through which a parameter is computed with."""
-    return [user for user in node.users if narrows(user)]
+    """The casts through which a parameter is computed with, and what these are rounded to."""
+    copies = [user for user in node.users if narrows(user)]
+    return [
+        *copies,
+        *(user for copy in copies for user in copy.users if user.target is QUANTIZE and rounds_stored(user)),
+    ]
 
 
 def gradients(graph: Graph) -> dict[str, fx.Node]:

@@ -144,6 +144,9 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
     told["network_bytes_per_second"] = told.get("link_bytes_per_second", Hardware().network_bytes_per_second)
     if rates := [told[name] for name in DTYPES if name in told]:
         told["peak_flops_per_second"] = max(rates)
+    as_wide = "fp32_flops_per_second" if machine["device"] == "cpu" else "bf16_flops_per_second"
+    if as_wide in told:
+        told["fp8_flops_per_second"] = told[as_wide]
     world: int = machine["world"]
     told["accelerators_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if machine["device"] == "cpu":
@@ -151,6 +154,7 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
     sources = dict.fromkeys(told, "measured") | {
         "peak_flops_per_second": "of MFU: the best rate that was measured",
         "network_bytes_per_second": "not measured: as inside the node",
+        "fp8_flops_per_second": "not measured: as bfloat16",
         "accelerators_per_node": "the ranks of this host that were measured",
         "unaligned_slowdown": "a CPU's products have no rows to align",
         "products": "fitted, with the samples that were measured",
@@ -162,6 +166,7 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
         "elements": "measured: ops that take longer than moving their bytes does",
     }
     if machine["device"] == "cpu":
+        sources["fp8_flops_per_second"] = "8-bit floats are widened to float32"
         sources["attention"] = "fitted: start, rate and what softmax takes of scores in memory"
         sources["contention"] = "measured: what work took longer beside collectives, by the seconds of those alone"
     Hardware.of({**told, **fitted})  # refuses what no file may have

@@ -10,7 +10,9 @@ products      rate, start of a product and start of a tile, by a search; samples
 launches      medians
 elements      ops that take longer than moving their bytes does: medians
 cores         of a collective's seconds, the share that work beside it took longer: the median
-meetings      the jitter by which ranks that computed for some time waited for each other: the median
+units         of a GPU, that a collective takes from products: those with which tiles come nearest to the ratios
+meetings      the jitter by which ranks that computed for some time waited for each other: the median; where the times
+              span two orders of magnitude, with the time constant that comes nearest
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ from shardc.ir.curve import rising, seconds_at
 from shardc.ir.device_rates import ProductRate
 from shardc.ir.hardware import DTYPES
 from shardc.ir.links import sent_share
+from shardc.ir.slowdowns import Meetings
 from shardc.runtime.calibrate.rows import Row
 
 KINDS = {"p2p": "send", "ring_shift": "permute"}
 ISSUED = 1.5  # times the shortest of a series, from where the CPU does not bound it
 SMALLEST = 2.5e-6  # seconds of a kernel that moves next to nothing
 BACKWARD = 2.5  # FLOPs of an attention's backward, by those of its forward
+SPAN = 50  # times as long as the shortest: pieces of work that tell how long a rank keeps its speed
+STEADY = (0.0, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)  # seconds
 SEQUENTIAL = ProductRate(dtypes=(), flops_per_second=1e12)  # no tiles: time by FLOPs, as on a CPU
 Points = tuple[tuple[float, float], ...]
 
@@ -57,11 +62,11 @@ def tables(rows: Sequence[Row], like: ProductRate | None = None) -> dict[str, An
     if collectives := by_kind.get("collective"):
         fitted["links"] = [{"name": "node", "series": collective_series(collectives)}]
     if beside := by_kind.get("contention"):
-        fitted["contention"] = contention(beside)
+        fitted["contention"] = contention(beside, like)
     if beside := by_kind.get("cores"):
         fitted["contention"] = {"cores": cores(beside)}
     if meetings := by_kind.get("meeting"):
-        fitted["meetings"] = {"jitter_seconds": jitter(meetings)}
+        fitted["meetings"] = jitter(meetings)
     if elements := by_kind.get("element"):
         fitted["elements"] = element_seconds(elements, fitted.get("memory", ()))
     return fitted
@@ -212,12 +217,30 @@ def product_rate(rows: Sequence[Row], like: ProductRate, memory_rate: float) -> 
     return best.changed(dtypes=tuple(equals(rows[0].get("dtype", "bfloat16"))), samples=samples)
 
 
-def contention(rows: Iterable[Row]) -> dict[str, float]:
-    """Times as long, beside the other."""
+def contention(rows: Iterable[Row], rate: ProductRate | None = None) -> dict[str, float]:
+    """Times as long, beside the other; and by the tiles of `rate` the units that products lose."""
     ratios: dict[str, list[float]] = {}
+    shaped: list[tuple[tuple[int, int, int, int], float]] = []
     for row in rows:
-        ratios.setdefault(row["what"], []).append(row["beside_us"] / row["alone_us"])
-    return {what: min(100.0, max(1.0, round(median(of), 3))) for what, of in ratios.items()}
+        ratio = row["beside_us"] / row["alone_us"]
+        ratios.setdefault(row["what"], []).append(ratio)
+        if row["what"] == "product" and "rows" in row:
+            shaped.append(((1, row["rows"], row["columns"], row["depth"]), ratio))
+    found: dict[str, float] = {what: min(100.0, max(1.0, round(median(of), 3))) for what, of in ratios.items()}
+    if rate is not None and rate.units > 1 and shaped:
+        found["units"] = _units(rate, shaped)
+    return found
+
+
+def _units(rate: ProductRate, shaped: Sequence[tuple[tuple[int, int, int, int], float]]) -> int:
+    """The middle of the numbers that come nearest: tiles are dealt in rounds, so several are as good."""
+    misfits = {
+        taken: sum(math.log(rate.slowdown(*shape, 1e18, taken) / ratio) ** 2 for shape, ratio in shaped)
+        for taken in range(rate.units // 2 + 1)
+    }
+    least = min(misfits.values())
+    nearest = [taken for taken, misfit in misfits.items() if misfit <= least * (1 + 1e-9)]
+    return nearest[len(nearest) // 2]
 
 
 def cores(rows: Iterable[Row]) -> float:
@@ -226,10 +249,21 @@ def cores(rows: Iterable[Row]) -> float:
     return min(1.0, max(0.0, round(median(shares), 3)))
 
 
-def jitter(rows: Iterable[Row]) -> float:
-    """`Meetings.jitter_seconds`: what ranks took longer that met after each piece of work than what both take alone."""
-    each = [max(0.0, row["together_us"] - row["alone_us"]) ** 2 / row["computed_us"] * 1e-6 for row in rows]
-    return round(median(each), 9)
+def jitter(rows: Sequence[Row]) -> dict[str, float]:
+    """`Meetings`: what ranks took longer that met after each piece of work than what both take alone."""
+    waits = [(row["computed_us"] * 1e-6, max(0.0, row["together_us"] - row["alone_us"]) * 1e-6) for row in rows]
+    times = [computed for computed, _ in waits]
+    if max(times) < SPAN * min(times):
+        return {"jitter_seconds": round(median(wait**2 / computed for computed, wait in waits), 9)}
+    fits: list[tuple[float, Meetings]] = []
+    for steady in STEADY:
+        law = [Meetings(jitter_seconds=1.0, steady_seconds=steady).wait(computed) for computed in times]
+        # Of waits by the root of the time, the squared error is least.
+        scale = sum(w * x / t for (t, w), x in zip(waits, law, strict=True))
+        scale /= sum(x * x / t for t, x in zip(times, law, strict=True))
+        error = sum((w - scale * x) ** 2 / t for (t, w), x in zip(waits, law, strict=True))
+        fits.append((error, Meetings(jitter_seconds=float(f"{scale**2:.4g}"), steady_seconds=steady)))
+    return min(fits, key=lambda fit: fit[0])[1].model_dump(exclude_defaults=True)
 
 
 def element_seconds(rows: Iterable[Row], memory: Points) -> dict[str, float]:

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardc.runtime.calibrate.timing import Call, Together, coarse_first, once_on_cpu, replayed, timed
+from shardc.runtime.calibrate.timing import Call, Together, coarse_first, once_on_cpu, once_on_gpu, replayed, timed
 from shardc.torch_compat import all_gather_single, reduce_scatter_single
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring_shift", "p2p")
 CPU_SIZES = [2**n for n in range(10, 27, 2)]
 GPU_SIZES = [2**n for n in range(12, 31, 2)]
 MOST_CAPTURED = 2**24  # bytes up to which collectives are measured in CUDA graphs, too
-CONTENDED = 2**28, 4096  # bytes of the collective, and extent of the product
+CONTENDED = 2**28  # bytes of the collective
+# Rows, columns and depth of products beside it: from one round of tiles on 132 units to sixteen.
+SHAPES = (
+    *((4096, 4096, 4096), (2048, 2048, 4096), (4096, 2048, 8192), (4096, 8192, 2048), (2048, 8192, 4096)),
+    *((4096, 6144, 2048), (2048, 6144, 4096), (8192, 8192, 4096)),
+)
 BESIDE = 2**20, 2**22, 2**24  # bytes of collectives beside work on a CPU
-UNITS = 2, 6, 20  # of work between two meetings: about so many times 1.5 ms
+UNITS = {"cpu": (2, 6, 20), "cuda": (1, 4, 16, 64)}  # of work between two meetings: so many times 1.5 and 0.8 ms
 PIECES = 4  # calls of `_work` in a unit
+TURNS = 3  # of work without a meeting, and with one
 BEHIND = 3  # collectives in the background
 SUMS = "all_reduce", "all_gather"
 MET = 2**10, 2**18  # bytes of the collectives that ranks meet at
@@ -72,11 +79,8 @@ class Peers:
                 yield from self._series(op, group_size, sizes, left)
             dist.barrier(self.groups[self.world][1])
         left = max(0.5, seconds * (1 - SHARE))
-        if self.device == "cuda":
-            yield from self._contention(left)
-        else:
-            yield from self._cores(left / 2)
-            yield from self._meetings(left / 2)
+        yield from (self._contention if self.device == "cuda" else self._cores)(left / 2)
+        yield from self._meetings(left / 2)
 
     def _series(self, op: str, group_size: int, sizes: list[int], seconds: float) -> Iterator[dict[str, Any]]:
         group, control = self.groups[group_size]
@@ -126,58 +130,71 @@ class Peers:
 
     # ------------------------------------------------------------------ contention
     def _contention(self, seconds: float) -> Iterator[dict[str, Any]]:
-        """A product, an elementwise kernel and an all-reduce on GPUs, alone, and beside each other."""
-        size, extent = CONTENDED
+        """Products, an elementwise kernel and an all-reduce on GPUs, alone, and beside each other."""
         group, control = self.groups[self.world]
         together, seconds = self.together(group, control), self.told(seconds, control)
-        x = torch.ones(size // 4, device=self.device)
-        dtype = torch.bfloat16
-        a = torch.randn(extent, extent, device=self.device).to(dtype)
-        out = torch.empty_like(a)
-        vector = torch.ones(size // 4, device=self.device)
-        works: dict[str, Call] = {
-            "product": lambda: torch.mm(a, a, out=out),
-            "memory": lambda: torch.neg(vector, out=vector),
-        }
-        collective = timed(lambda: dist.all_reduce(x, group=group), seconds / 8, self.device, together).median
-        for what, work in works.items():
-            alone = timed(work, seconds / 8, self.device, together).median
-            # As many runs as fill three collectives, while those run.
-            runs = max(1, round(3 * collective / alone))
-            beside = self._beside(work, runs, x, group, together, max(3, min(20, int(seconds / 8 / (3 * collective)))))
-            yield _ratio(what, alone, beside[0])
-            if what == "product":
-                yield _ratio("attention", alone, beside[0])  # which is bound by the same units
-                yield _ratio("collective", collective, beside[1])
+        x = torch.ones(CONTENDED // 4, device=self.device)
+        vector = torch.ones_like(x)
+        share = seconds / (2 * len(SHAPES) + 3)
+        collective = timed(lambda: dist.all_reduce(x, group=group), share, self.device, together).median
+        times = max(3, min(20, int(share / (BEHIND * collective))))
+
+        def against(work: Call) -> tuple[float, float, float]:
+            typical = timed(work, share, self.device, together).median
+            # All of them end before the collectives do, which they begin after.
+            runs = max(1, int((BEHIND - 1) * collective / typical))
+            return self._beside(work, runs, x, group, together, times)
+
+        for rows, columns, depth in SHAPES:
+            a = torch.randn(rows, depth, device=self.device, dtype=torch.bfloat16)
+            b = torch.randn(depth, columns, device=self.device, dtype=torch.bfloat16)
+            alone, beside, sending = against(partial(torch.mm, a, b, out=a.new_empty(rows, columns)))
+            shape = {"rows": rows, "columns": columns, "depth": depth}
+            yield _ratio("product", alone, beside) | shape
+            yield _ratio("attention", alone, beside)  # which is bound by the same units
+            yield _ratio("collective", collective, sending)
+        yield _ratio("memory", *against(partial(torch.neg, vector, out=vector))[:2])
 
     def _beside(
         self, work: Call, runs: int, x: torch.Tensor, group: Any, together: Together, times: int
-    ) -> tuple[float, float]:
+    ) -> tuple[float, float, float]:
+        """Seconds of the work alone, beside collectives, and of a collective beside the work. With and without in turn:
+        a GPU that has long been at work is slower, for want of power."""
         side = torch.cuda.Stream()
-        working, sending = list[float](), list[float]()
-        for _ in range(times):
+        working: dict[int, list[float]] = {0: [], BEHIND: []}
+        sending = list[float]()
+        for behind in (0, BEHIND) * times:
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             torch.cuda.synchronize()
             together.barrier()
             with torch.cuda.stream(side):
+                dist.all_reduce(x, group=group)  # by its end all ranks have come
                 events[0].record()
-                for _ in range(3):
+                for _ in range(behind):
                     dist.all_reduce(x, group=group)
                 events[1].record()
+            torch.cuda.current_stream().wait_event(events[0])
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(runs):
                 work()
             end.record()
             torch.cuda.synchronize()
-            working.append(begin.elapsed_time(end) * 1e-3 / runs)
-            sending.append(events[0].elapsed_time(events[1]) * 1e-3 / 3)
-        return _middle(together.slowest(working)), _middle(together.slowest(sending))
+            working[behind].append(begin.elapsed_time(end) * 1e-3 / runs)
+            if behind:
+                sending.append(events[0].elapsed_time(events[1]) * 1e-3 / behind)
+        alone, beside, sent = (_middle(together.slowest(of)) for of in (*working.values(), sending))
+        return alone, beside, sent
 
-    # ------------------------------------------------------------------ CPUs
+    # ------------------------------------------------------------------ ranks that meet
     def _work(self) -> Call:
         """A piece of a step: a product and an elementwise kernel."""
-        a, b, x = torch.randn(512, 384), torch.randn(384, 384), torch.randn(2**17)
+        sizes = (512, 384, 384, 2**17) if self.device == "cpu" else (4096, 2048, 8192, 2**22)
+        dtype = torch.float32 if self.device == "cpu" else torch.bfloat16
+        rows, depth, columns, count = sizes
+        a, b, x = (
+            torch.randn(shape, device=self.device, dtype=dtype) for shape in ((rows, depth), (depth, columns), count)
+        )
 
         def call() -> None:
             torch.mm(a, b)
@@ -225,15 +242,16 @@ class Peers:
     def _meetings(self, seconds: float) -> Iterator[dict[str, Any]]:
         """Pieces of work with a collective after each, by the work and the collective alone."""
         group, control = self.groups[self.world]
-        together, work = Together(control), self._work()
+        together, work = self.together(group, control), self._work()
+        once = once_on_gpu if self.device == "cuda" else once_on_cpu
         end = time.perf_counter() + self.told(seconds, control)
-        wanted = list(product(UNITS, MET))
+        wanted = list(product(UNITS[self.device], MET))
         for index, (units, size) in enumerate(wanted):
             left = max(0.1, self.told((end - time.perf_counter()) / (len(wanted) - index), control))
             call = self.call("all_reduce", size, self.world, group)
-            collective = timed(call, left / 8, "cpu", together).median
-            typical = timed(work, left / 8, "cpu", together).median
-            count = round(self.told(max(3.0, min(200.0, left / 3 / (units * PIECES * typical))), control))
+            collective = timed(call, left / 8, self.device, together).median
+            typical = timed(work, left / 8, self.device, together).median
+            count = round(self.told(max(3.0, min(200.0, left / 3 / TURNS / (units * PIECES * typical))), control))
 
             def piece(units: int = units) -> None:
                 for _ in range(units * PIECES):
@@ -243,13 +261,15 @@ class Peers:
                 piece()
                 call()
 
-            # What a rank takes by itself: the mean, since each waits for the other in turn.
-            computed = self.mean(once_on_cpu(piece, count, together), control)
-            took = self.mean(once_on_cpu(met, count, together), control)
+            # In turn, as a device changes its speed. A rank by itself: the mean, since each waits for the other.
+            computed, took = list[float](), list[float]()
+            for _ in range(TURNS):
+                computed.append(self.mean(once(piece, count, together), control))
+                took.append(self.mean(once(met, count, together), control))
             times = {
-                "computed_us": computed * 1e6,
-                "alone_us": (computed + collective) * 1e6,
-                "together_us": took * 1e6,
+                "computed_us": _middle(computed) * 1e6,
+                "alone_us": (_middle(computed) + collective) * 1e6,
+                "together_us": _middle(took) * 1e6,
             }
             yield {"kind": "meeting", "bytes": size, **times}
 

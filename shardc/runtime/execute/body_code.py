@@ -77,6 +77,8 @@ class BodyCode:
                     env[slot] = feed[port.name]
                 elif not k:
                     env[slot] = state[port.name]
+            if not k:
+                self.routine.held_views.fill(env)
             for into, value in buffer_values:
                 env[into] = value
             if self._before and not k:

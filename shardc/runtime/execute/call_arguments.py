@@ -2,7 +2,8 @@
 
     add.out(Slot(3), 0.5, out=Slot(1))        env[3], 0.5, out=env[1]
 
-Beside slots a template holds `Made`, a value that is made of all slots, and `ALL_SLOTS`. Lists, tuples and dicts of a
+Beside slots a template holds `Viewed`, a view of a slot's tensor, `Made`, a value that is made of all slots, and
+`ALL_SLOTS`. Lists, tuples and dicts of a
 template may hold any of them.
 """
 
@@ -27,12 +28,21 @@ class Made:
     make: Callable[[list[Any]], Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Viewed:
+    """What a method of a slot's tensor, or of another view, gives."""
+
+    of: Slot | Viewed
+    method: str
+    args: tuple[Any, ...] = ()
+
+
 class _AllSlots:
     """The values of all slots."""
 
 
 ALL_SLOTS = _AllSlots()
-_HOLES = (Slot, Made, _AllSlots)
+_HOLES = (Slot, Made, Viewed, _AllSlots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +80,8 @@ def _filled(value: Any, env: Any) -> Any:
         return env[value.number]
     if isinstance(value, Made):
         return value.make(env)
+    if isinstance(value, Viewed):
+        return getattr(_filled(value.of, env), value.method)(*value.args)
     if value is ALL_SLOTS:
         return env
     if not _has_holes(value):
@@ -84,6 +96,8 @@ def _text(value: Any, bind: Callable[[Any], str]) -> str:
         return f"env[{value.number}]"
     if isinstance(value, Made):
         return f"{bind(value.make)}(env)"
+    if isinstance(value, Viewed):
+        return f"{_text(value.of, bind)}.{value.method}({', '.join(_text(arg, bind) for arg in value.args)})"
     if value is ALL_SLOTS:
         return "env"
     if value is None or type(value) in (bool, int):

@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -47,6 +48,7 @@ class Record:
     blamed: int = -1  # the rank that it found dead, so that ranks that fail later need not detect it a second time
     program: int = 0  # which of the job's programs the counter is of: the job's own, then those beside it
     begun: int = 0  # the runs of programs that it began, of any
+    replays: bool = False  # the step is a replay of a CUDA graph, which has no counter
 
 
 def _explains_failure(record: Record) -> bool:
@@ -83,10 +85,19 @@ class Monitor:
     and `add` those of a program that the job runs beside its own.
 
     `fatal` is for NCCL, whose collectives run asynchronously: when one hangs, nothing raises. The thread then also
-    reads the other records, and when another rank has died it prints the error and ends the process.
+    reads the other records, and when another rank has died it prints the error and ends the process. It does so too
+    when a step's replay has not ended after `replay_limit` seconds: no watchdog of NCCL's sees its collectives.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int, counter_names: CounterNames, fatal: bool = False) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        counter_names: CounterNames,
+        fatal: bool = False,
+        replay_limit: float = float("inf"),
+    ) -> None:
         self.rank, self.ranks = rank, ranks
         self.step = self.counter = self.program = self.begun = 0
         self._programs = {0: counter_names}
@@ -99,6 +110,8 @@ class Monitor:
         self._published_death: tuple[int, Record] | None = (
             None  # the dead rank that another published, or rank 0, closed or failed
         )
+        self._replay: tuple[Callable[[], bool], float] | None = None  # what says that it has ended, and when it began
+        self._replays, self._replay_limit = False, replay_limit
         self._bell = SignalWakeup()
         self._publish()
         self._thread = threading.Thread(target=self._beat_loop, name="shardc-monitor", daemon=True)
@@ -117,9 +130,13 @@ class Monitor:
         self._programs.pop(number, None)
 
     def begin(self, step: int, program: int = 0) -> None:
-        self.step, self.counter, self.program = step, 0, program
+        self.step, self.counter, self.program, self._replays = step, 0, program, False
         self.begun += 1
         self._publish()
+
+    def replays(self, ended: Callable[[], bool]) -> None:
+        """The step that has begun is a replay, which runs until `ended()`."""
+        self._replays, self._replay = True, (ended, time.monotonic())
 
     def exchange(self, topic: str, text: str, limit: float) -> list[str | None]:
         """What every rank says on a topic; None of one that goes on without, and has begun to run a program.
@@ -222,6 +239,8 @@ class Monitor:
         )
 
     def _current_instruction(self) -> str:
+        if self._replays:
+            return f"the replay of {self._run_text(self.step, self.program)}"
         # On a GPU the host runs ahead of the collectives.
         name = self._name(self.rank, self.counter, self.program)
         run = self._run_text(self.step, self.program)
@@ -239,8 +258,10 @@ class Monitor:
         return f"an evaluation after step {step}" if program in self._evaluations else f"step {step}"
 
     def _position_text(self, rank: int, record: Record) -> str:
-        name = self._name(rank, record.counter, record.program)
-        return f"instruction {name} of {self._run_text(record.step, record.program)}"
+        run = self._run_text(record.step, record.program)
+        if record.replays:
+            return f"the replay of {run}"
+        return f"instruction {self._name(rank, record.counter, record.program)} of {run}"
 
     def _last_record_text(self, rank: int, record: Record) -> str:
         position = self._position_text(rank, record)
@@ -282,7 +303,7 @@ class Monitor:
     def _publish(self, **what: Any) -> None:
         self._beat += 1
         self._lasting_fields |= what
-        where = {"program": self.program, "begun": self.begun}
+        where = {"program": self.program, "begun": self.begun, "replays": self._replays}
         record = Record(self._beat, self.step, self.counter, **where, **self._lasting_fields)
         # The store may be gone, because the rank that hosts it is; then there is nobody to tell.
         with contextlib.suppress(Exception):
@@ -331,6 +352,7 @@ class Monitor:
             self._read_death()
             if self._fatal or exit_deadline < float("inf"):
                 self._check_ranks(last_beats, exit_deadline < float("inf"))
+            self._check_replay()
             if time.monotonic() > exit_deadline:
                 os._exit(128 + signal.SIGTERM)
 
@@ -357,6 +379,30 @@ class Monitor:
             and not (self.grace and all(not r.failed for r in records.values()))
         ):
             os._exit(128 + signal.SIGTERM)  # nobody died: the whole job was ended, or the others have said why
+
+    def _check_replay(self) -> None:
+        replay = self._replay
+        if replay is None:
+            return
+        ended, began = replay
+        with contextlib.suppress(Exception):  # of a GPU that failed: the main thread is told too
+            if ended():
+                self._replay = None if self._replay is replay else self._replay
+            elif time.monotonic() - began > self._replay_limit:
+                self._exit_with(self._late_replay_error(time.monotonic() - began), False)
+
+    def _late_replay_error(self, seconds: float) -> ShardcError:
+        """Names the rank that is at the earliest step, if there is one before the step that is replayed here."""
+        failure = TimeoutError(f"the replay did not end within {seconds:.0f} seconds")
+        earlier = {rank: record for rank, record in self._records().items() if record.step < self.step}
+        if earlier:
+            rank = min(earlier, key=lambda r: (self._waits(r, earlier[r]), earlier[r].step, earlier[r].counter))
+            return self._late_error(rank, earlier[rank], failure)
+        message = f"{self._current_instruction()} on rank {self.rank} did not end in time; all ranks have begun it"
+        hint = (
+            "launch without graphs=True: then the instruction is named, and if it is only slow, with a larger timeout"
+        )
+        return error("SC503", message, cause=str(failure), hint=hint)
 
     def _exit_with(self, failure: ShardcError, terminated: bool) -> None:
         if not self._reports_error:

@@ -8,7 +8,7 @@ of runs: `body_code` runs a whole step of microbatches, `executor` the parts of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -19,26 +19,31 @@ from torch import fx
 import shardc.ir.ops.fused_attention  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers what GPUs run)
 from kernels_triton.base.inplace import INTO, Operand, Place
 from shardc.ir.arena import views
-from shardc.ir.buckets import Piece, layout_of, pieces, reduced_in_place
+from shardc.ir.buckets import Piece, layout_of, maker, pieces, reduced_in_place, writes_out
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph
 from shardc.ir.in_place import Write, writes
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, late, run_collective
 from shardc.ir.ops.context import RankContext, running
+from shardc.ir.ops.linear import LINEAR
 from shardc.ir.ops.local import axis_offset
 from shardc.ir.overlap_schedule import Action, schedule_overlap, sums_gradients
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.bucket_buffer import FlatBuffer, prepare_pack, prepare_unpack
-from shardc.runtime.execute.call_arguments import ALL_SLOTS, CallArguments, Slot, place_argument
+from shardc.runtime.execute.call_arguments import ALL_SLOTS, CallArguments, Slot, Viewed, place_argument
 from shardc.runtime.execute.direct_call import direct_call
 from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
+from shardc.runtime.execute.held_views import HeldViews, ViewCall
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
 from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.overlap import begin
+from shardc.runtime.execute.prepared_collective import PreparedCollective, UnderWay, prepare_collective
+from shardc.runtime.execute.prepared_linear import LINEARS, prepare_linear
 from shardc.runtime.execute.written_code import CodeLine, Many, Single, Unwatched, WrittenCode, write_code
 
 ENVIRONMENT = CallArguments((ALL_SLOTS,), {})
+HELD = ("param", "state", "buffer")
 
 
 class Routine:
@@ -52,7 +57,8 @@ class Routine:
         self.listing = listing = list_calls(graph, Numerics(device))
         self.names = [instruction.where for instruction in listing.instructions]
         self.empty: list[Any] = [None] * listing.size
-        self._device = device
+        self._device, self._comm = device, context.comm
+        self.collectives: dict[int, PreparedCollective] = {}  # by the index of the call that began
         self._written: dict[int, tuple[Sequence[CodeLine], WrittenCode]] = {}  # by the identity of the code
         constant: set[int] = set()
         for instruction in listing.instructions:
@@ -75,8 +81,14 @@ class Routine:
         self._viewed: set[fx.Node] = set()  # calls whose results are fixed views: they never run
         if arena is not None:
             self._bind_arena(arena)
+        self._transposed: dict[int, Slot] = {}  # by the slot of a held matrix
+        self._view_calls: dict[int, list[ViewCall]] = {}  # by held slot
+        self._held = self._held_slots()
+        held_views = self._bind_held_views()
+        self._bind_transposed()
+        self.held_views = HeldViews(self._view_calls)
         self._never_freed = (
-            constant | {self._slots[write.over] for write in self._write_of.values()} | self._fixed.keys()
+            constant | held_views | {self._slots[write.over] for write in self._write_of.values()} | self._fixed.keys()
         )
 
     def _bind_arena(self, arena: Arena) -> None:
@@ -96,10 +108,48 @@ class Routine:
         for slot, x in self._fixed.items():
             self.empty[slot] = x
 
+    def _held_slots(self) -> set[int]:
+        """The slots of inputs that lie where they are from step to step."""
+        replaced = {into for _, into in self.listing.buffer_slots}  # by each microbatch
+        inputs = zip(self.graph.inputs, self.listing.inputs, strict=True)
+        return {slot for port, slot in inputs if port.role in HELD and slot not in replaced}
+
+    def _bind_held_views(self) -> set[int]:
+        """Take the calls that only view held tensors out of the code. Returns the slots of their results."""
+        source_of = {slot: slot for slot in self._held}
+        for instruction in self.listing.instructions:
+            sources = {source_of.get(slot) for slot in instruction.reads}
+            if len(sources) != 1 or None in sources or not views(instruction.node):
+                continue
+            (source,) = sources
+            assert source is not None
+            results = tuple((p, slot) for _, p, slot in instruction.yields)
+            self._view_calls.setdefault(source, []).append((partial(_called, instruction), results))
+            self._viewed.add(instruction.node)
+            source_of |= {slot: source for _, slot in results}
+        return source_of.keys() - self._held
+
+    def _bind_transposed(self) -> None:
+        """Give the transposed matrices of held weights slots, for products whose results have places."""
+        for instruction in self.listing.instructions:
+            result = instruction.yields[0][2]
+            if instruction.target is not LINEAR or (result not in self._fixed and instruction.node not in self._pieces):
+                continue
+            weight = instruction.arguments.args[1].number
+            if weight in self._held and weight not in self._transposed:
+                self._transposed[weight] = view = Slot(len(self.empty))
+                self.empty.append(None)
+                make = partial(_transposed_in, weight)
+                self._view_calls.setdefault(weight, []).append((make, ((None, view.number),)))
+
+    def _transpose(self, slot: int) -> Slot | Viewed:
+        """The transposed matrix of a slot: of a held one it is made once, and has a slot of its own."""
+        return self._transposed.get(slot) or Viewed(Slot(slot), "t")
+
     def copy(self) -> Routine:
         """The same routine for other lists of its code."""
         other = copy(self)
-        other._written = {}
+        other._written, other.held_views = {}, self.held_views.copy()
         return other
 
     def code(self, first: int = 0, last: int | None = None) -> list[CodeLine]:
@@ -110,6 +160,9 @@ class Routine:
         ):
             free = tuple(slot for slot in action.free if slot not in self._never_freed)
             instruction = listing.instructions[action.at]
+            if action.kind == "free" and code:
+                code[-1] = (*code[-1][:4], code[-1][4] + free)
+                continue
             if instruction.target is axis_offset or instruction.node in self._viewed:
                 continue
             if (flat := self._flats.get(instruction.node)) is not None:
@@ -132,7 +185,12 @@ class Routine:
                 result_places |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
                 code[-1] = self._write_in_place(code[-1], instruction, result_places)
             elif pieces:
-                code[-1] = _produce_at(code[-1], pieces[0].make, self._member_place(pieces[0]))
+                code[-1] = self._produce_at(code[-1], instruction, pieces[0].make, self._member_place(pieces[0]))
+            elif action.kind == "run" and len(instruction.yields) == 1 and writes_out(instruction.node):
+                place = self._fixed.get(instruction.yields[0][2])
+                if place is not None:
+                    make = None if instruction.target in LINEARS else maker(instruction.node.target)
+                    code[-1] = self._produce_at(code[-1], instruction, make, place)
             for value, _, slot in instruction.yields:
                 if value in self._write_of and (
                     self._write_of[value].op is None or instruction.node.target not in INTO
@@ -143,11 +201,42 @@ class Routine:
         return code
 
     def _call_line(self, instruction: CallInstruction, action: Action, free: tuple[int, ...]) -> CodeLine:
-        index, call, arguments, into, free = _action_line(instruction, action, free, self._fixed, self._device)
+        index, call, arguments, into, free = self._action_line(instruction, action, free)
         if instruction.node.target is PACK:
             pack = prepare_pack(self.graph, instruction.node, instruction.reads, self._fixed, self._device)
             call, arguments = (call, arguments) if pack is None else (pack, ENVIRONMENT)
         return index, call, arguments, into, free
+
+    def _action_line(self, instruction: CallInstruction, action: Action, free: tuple[int, ...]) -> CodeLine:
+        index, arguments, into = action.at, instruction.arguments, _result_slots(instruction)
+        steps = COLLECTIVES.get(instruction.target)
+        match action.kind:
+            case "run":
+                run = partial(run_collective, steps) if steps else None
+                call = run or direct_call(instruction.target, self._device, arguments.kwargs)
+                return index, call, arguments, into, free
+            case "begin":
+                assert steps is not None
+                spent, is_late = reduced_in_place(instruction.node), sums_gradients(instruction.node)
+                prepared = prepare_collective(instruction.node, self._comm, is_late, spent)
+                if prepared is not None:
+                    self.collectives[index] = prepared
+                    return index, prepared.begin, CallArguments((Slot(instruction.reads[0]),), {}), into, free
+                steps = all_reduce_over if spent else steps
+                steps = partial(late, steps) if is_late else steps
+                return index, partial(begin, steps), arguments, into, free
+            case "wait":
+                assert isinstance(into, int)
+                place, prepared = self._fixed.get(into), self.collectives.get(index)
+                if prepared is None:
+                    wait = partial(_wait_into, place)
+                else:
+                    wait = prepared.arrived if place is None else partial(_arrived_in, place, prepared)
+                return index, wait, CallArguments((Slot(into),), {}), into, free
+            case "free":
+                return index, partial(_wait_into, None), CallArguments((tuple,), {}), (), free
+            case "add":
+                raise AssertionError("`stage_code` puts additions behind the lines that make the terms")
 
     def _member_place(self, piece: Piece) -> Place:
         flat = self._flats[piece.layout.pack]
@@ -178,6 +267,24 @@ class Routine:
 
         destinations = {p: place_argument(place) for p, place in over.items()}
         return index, INTO[op].run, arguments.with_named(over=destinations), into, free
+
+    def _produce_at(
+        self, code: CodeLine, instruction: CallInstruction, make: Callable[..., Any] | None, place: Place
+    ) -> CodeLine:
+        """A call of one result, which is written to a given place."""
+        index, _, arguments, into, free = code
+        if instruction.target in LINEARS:
+            slots: tuple[int, int] = tuple(arg.number for arg in arguments.args)  # type: ignore[assignment]
+            call, arguments = (
+                torch.mm,
+                prepare_linear(
+                    instruction.node, self.graph.mesh, slots, self._fixed, self._transpose, place_argument(place)
+                ),
+            )
+        else:
+            assert make is not None
+            call, arguments = direct_call(make), arguments.with_named(out=place_argument(place))
+        return index, call, arguments, () if into in self._fixed else into, free
 
     def run(
         self, code: Sequence[CodeLine], env: list[Any], monitor: RunMonitor | None, base: int = 0, within: str = ""
@@ -216,48 +323,12 @@ class Routine:
         return known or failure
 
 
-def _action_line(
-    instruction: CallInstruction,
-    action: Action,
-    free: tuple[int, ...],
-    fixed: Mapping[int, torch.Tensor],
-    device: torch.device,
-) -> CodeLine:
-    steps, into = COLLECTIVES.get(instruction.target), _result_slots(instruction)
-    match action.kind:
-        case "run":
-            arguments = instruction.arguments
-            call = (
-                partial(run_collective, steps) if steps else direct_call(instruction.target, device, arguments.kwargs)
-            )
-            return action.at, call, instruction.arguments, into, free
-        case "begin":
-            assert steps is not None
-            steps = all_reduce_over if reduced_in_place(instruction.node) else steps
-            steps = partial(late, steps) if sums_gradients(instruction.node) else steps
-            return action.at, partial(begin, steps), instruction.arguments, into, free
-        case "wait":
-            assert isinstance(into, int)
-            return action.at, partial(_wait_into, fixed.get(into)), CallArguments((Slot(into),), {}), into, free
-        case "free":
-            return action.at, partial(_wait_into, None), CallArguments((tuple,), {}), (), free
-        case "add":
-            raise AssertionError("`stage_code` puts additions behind the lines that make the terms")
-
-
 def _write_over(code: CodeLine, write: Write, over: int, slot: int) -> list[CodeLine]:
     """A call whose result overwrites the tensor in slot `over`. Slot `slot` then holds the same tensor."""
     index, _, arguments, into, free = code
     if write.op is None:
         return [code, (index, torch.Tensor.copy_, CallArguments((Slot(over), Slot(slot)), {}), slot, ())]
     return [(index, direct_call(write.op), arguments.with_named(out=Slot(over)), into, free)]
-
-
-def _produce_at(code: CodeLine, make: Callable[..., Any] | None, place: Place) -> CodeLine:
-    """A call of one result, which is written to a given place."""
-    index, _, arguments, into, free = code
-    assert make is not None
-    return index, direct_call(make), arguments.with_named(out=place_argument(place)), into, free
 
 
 class _SlotNumbers:
@@ -271,9 +342,25 @@ def _held_place(slot: int) -> Callable[[list[Any]], torch.Tensor]:
     return lambda env: env[slot]
 
 
+def _called(instruction: CallInstruction, env: list[Any]) -> Any:
+    args, kwargs = instruction.arguments(env)
+    return instruction.target(*args, **kwargs)
+
+
+def _transposed_in(slot: int, env: list[Any]) -> torch.Tensor:
+    return env[slot].t()
+
+
 def _wait_into(place: torch.Tensor | None, pending: Callable[[], Any]) -> Any:
     """A collective's result, copied to `place` if its readers expect it there."""
-    result = pending()
+    return _put(place, pending())
+
+
+def _arrived_in(place: torch.Tensor, collective: PreparedCollective, under_way: UnderWay) -> torch.Tensor:
+    return _put(place, collective.arrived(under_way))
+
+
+def _put(place: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     return result if place is None or result.data_ptr() == place.data_ptr() else place.copy_(result)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import Exchange, landing
 from shardc.ir.ops.context import Sizes
+from shardc.ir.ops.scaled import FP8
 from shardc.torch_compat import (
     all_gather_pieces,
     all_gather_single,
@@ -67,7 +69,7 @@ class ProcessGroupCommunicator:
             members = tuple(sorted(group))
             if len(members) > 1 and members not in self._late:
                 self._late[members] = dist.new_group(list(members), timeout=timeout)
-        self._members: dict[tuple[bool, tuple[str, ...]], _Members] = {}
+        self._members: dict[tuple[bool, tuple[str, ...]], Members] = {}
 
     def group(self, members: Sequence[int]) -> Any:
         """The process group of some of the job's ranks, created at the start; None for a single rank."""
@@ -95,8 +97,14 @@ class ProcessGroupCommunicator:
         """Start an exchange. The returned function waits for it and returns its result.
 
         On GPUs the caller's stream waits, not the caller. Until then the operand and the result stay allocated.
+        8-bit floats are moved as bytes: gloo does not know them.
         """
-        members = self._members_of(exchange.axes, exchange.late)
+        dtype = exchange.x.dtype
+        if dtype in FP8:
+            assert exchange.kind not in ("all_reduce", "reduce_scatter"), "no sums are computed in 8 bits"
+            arrived = self.begin(replace(exchange, x=exchange.x.contiguous().view(torch.uint8)))
+            return lambda: arrived().view(dtype)
+        members = self.members(exchange.axes, exchange.late)
         match exchange.kind:
             case "all_reduce":
                 return self._all_reduce(exchange, members)
@@ -111,14 +119,14 @@ class ProcessGroupCommunicator:
             case "all_to_all_uneven":
                 return self._all_to_all_uneven(exchange, members)
 
-    def _all_reduce(self, exchange: Exchange, members: _Members) -> PendingResult:
+    def _all_reduce(self, exchange: Exchange, members: Members) -> PendingResult:
         result = landing(exchange, members.count)
         if members.count == 1:
             return lambda: result
         work = dist.all_reduce(result, op=REDUCE_OPS[exchange.op], group=members.group, async_op=True)
         return _pending_result(work, lambda: result)
 
-    def _all_gather(self, exchange: Exchange, members: _Members) -> PendingResult:
+    def _all_gather(self, exchange: Exchange, members: Members) -> PendingResult:
         x = exchange.x
         if members.count == 1:
             return lambda: x.unsqueeze(0).clone(memory_format=torch.contiguous_format)
@@ -130,7 +138,7 @@ class ProcessGroupCommunicator:
             work = all_gather_single(rows.view(-1), row, members.group, async_op=True)
         return _pending_result(work, lambda: members.to_ours(rows), row)
 
-    def _reduce_scatter(self, exchange: Exchange, members: _Members) -> PendingResult:
+    def _reduce_scatter(self, exchange: Exchange, members: Members) -> PendingResult:
         x = exchange.x
         if members.count == 1:
             return lambda: x[0].clone(memory_format=torch.contiguous_format)
@@ -142,7 +150,7 @@ class ProcessGroupCommunicator:
             work = reduce_scatter_single(row.view(-1), rows.view(-1), op, members.group, async_op=True)
         return _pending_result(work, lambda: row, rows)
 
-    def _all_to_all(self, exchange: Exchange, members: _Members) -> PendingResult:
+    def _all_to_all(self, exchange: Exchange, members: Members) -> PendingResult:
         x = exchange.x
         if members.count == 1:
             return lambda: x.clone(memory_format=torch.contiguous_format)
@@ -150,7 +158,7 @@ class ProcessGroupCommunicator:
         work = dist.all_to_all_single(received, rows, group=members.group, async_op=True)
         return _pending_result(work, lambda: members.to_ours(received), rows)
 
-    def _all_to_all_uneven(self, exchange: Exchange, members: _Members) -> PendingResult:
+    def _all_to_all_uneven(self, exchange: Exchange, members: Members) -> PendingResult:
         x, (sent, received) = exchange.x, exchange.sizes
         if members.count == 1:
             return lambda: x.clone(memory_format=torch.contiguous_format)
@@ -162,7 +170,7 @@ class ProcessGroupCommunicator:
         )
         return _pending_result(work, lambda: members.parts_to_ours(arriving, lengths), rows)
 
-    def _permute(self, exchange: Exchange, members: _Members) -> PendingResult:
+    def _permute(self, exchange: Exchange, members: Members) -> PendingResult:
         x, source = exchange.x.contiguous(), exchange.source
         received = landing(exchange, members.count)
         position = members.ranks.index(self._job[self.rank])
@@ -184,13 +192,14 @@ class ProcessGroupCommunicator:
 
         return arrived
 
-    def _members_of(self, axes: Sequence[str], late: bool = False) -> _Members:
+    def members(self, axes: Sequence[str], late: bool = False) -> Members:
+        """This rank's group along some axes; `late`: that of sums of gradients, where there is one."""
         key = late, tuple(axes)
         members = self._members.get(key)
         if members is None:
             ranks = [self._job[rank] for rank in self.mesh.group_of(self.rank, key[1])]
             other = self._late.get(tuple(sorted(ranks))) if late else None
-            members = self._members[key] = _Members(ranks, self.group(ranks) if other is None else other)
+            members = self._members[key] = Members(ranks, self.group(ranks) if other is None else other)
         return members
 
 
@@ -209,7 +218,7 @@ def _pending_result(work: Any, result: PendingResult, *operands: torch.Tensor) -
     return arrived
 
 
-class _Members:
+class Members:
     """One group: the job's ranks in shardc's order, torch's handle, and the row permutations between the two orders."""
 
     def __init__(self, ranks: Sequence[int], group: Any) -> None:
@@ -217,6 +226,7 @@ class _Members:
         theirs = sorted(ranks)
         self._ours = None if theirs == list(ranks) else [theirs.index(rank) for rank in ranks]
         self._theirs = None if self._ours is None else [self.ranks.index(rank) for rank in theirs]
+        self.in_order = self._ours is None  # torch's order is ours
 
     def to_ours(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._ours is None else rows[self._ours]

@@ -151,6 +151,7 @@ class GraphCode:
         for slot, name in self._buffers:
             buffer = state.buffers.get(name)
             env[slot] = state.tensors[name] if buffer is None else buffer
+        self.routine.held_views.fill(env)
         return env
 
     def run(self, env: list[Any], state: StepState, base: int, within: str) -> None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from shardc.ir.ops.scaled import FP8
 from shardc.runtime.execute.monitor import RunMonitor
 from shardc.schedule.lists import SENDS_IN_FLIGHT
 
@@ -73,6 +74,11 @@ class _PendingSends(NamedTuple):
     tensors: list[torch.Tensor]  # kept alive until they are sent
 
 
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of 8-bit floats as its bytes, which every backend moves; another as it is."""
+    return x.view(torch.uint8) if x.dtype in FP8 else x
+
+
 class Transfers:
     """A rank's transfers in flight. `group` contains the ranks of the pipeline's axis that it exchanges values with."""
 
@@ -97,7 +103,7 @@ class Transfers:
             self._begin(channel.counter)
             for tag, tensor in zip(channel.tags, tensors, strict=True):
                 if tensor.numel():
-                    outgoing.append(tensor.contiguous())
+                    outgoing.append(as_bytes(tensor.contiguous()))
                     ops.append(dist.P2POp(dist.isend, outgoing[-1], channel.peer, group=self._group, tag=tag))
         send_count = len(ops)
         for channel, types in receives:
@@ -106,7 +112,7 @@ class Transfers:
             received = tuple(torch.empty(type.shape, dtype=type.dtype, device=self._device) for type in types)
             for tag, tensor in zip(channel.tags, received, strict=True):
                 if tensor.numel():
-                    ops.append(dist.P2POp(dist.irecv, tensor, channel.peer, group=self._group, tag=tag))
+                    ops.append(dist.P2POp(dist.irecv, as_bytes(tensor), channel.peer, group=self._group, tag=tag))
             incoming.append((channel, received, slice(first, len(ops))))
         try:
             works: Sequence[Any] = dist.batch_isend_irecv(ops) if ops else []

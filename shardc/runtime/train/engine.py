@@ -19,6 +19,7 @@ from shardc.ir.types import TensorType
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.data_parts import DataParts
 from shardc.runtime.execute.microbatches import Feed
+from shardc.runtime.execute.step_graph import Graphs
 from shardc.runtime.oracle.simulate import simulate
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from shardc.runtime.train.consensus import Consensus
@@ -115,10 +116,11 @@ class Engines:
     def simulation(self) -> Engine:
         return Simulation(self.program)
 
-    def job(self, timeout: float, device: str | None, facts: Mapping[str, str]) -> Engine:
-        """`facts` are what all ranks must have in common; what is run is added to them."""
+    def job(self, timeout: float, device: str | None, facts: Mapping[str, str], graphs: Graphs | None = None) -> Engine:
+        """`facts` are what all ranks must have in common; what is run is added to them. With `graphs` steps are
+        replayed from CUDA graphs, where they can be."""
         texts = [self.program.text(c, comments=False) for c in self.program.coordinate_range]
-        return Job(self.program, timeout, device, {**facts, "program": "\n".join(texts)})
+        return Job(self.program, timeout, device, {**facts, "program": "\n".join(texts)}, graphs)
 
 
 class Simulation:

@@ -31,6 +31,7 @@ from shardc.runtime.execute.monitor import Monitor
 from shardc.runtime.execute.peer_groups import PeerGroups, groups_of, ranks_of_position
 from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 from shardc.runtime.execute.step_epilogue import blame_failures
+from shardc.runtime.execute.step_graph import Graphs
 from shardc.runtime.train.agreement import ranks_text, sides
 from shardc.runtime.train.consensus import Consensus
 from shardc.runtime.train.nonfinite import probe
@@ -48,14 +49,21 @@ class Job:
     """Joins the job on construction; tensors that it holds are this rank's shards, on its device."""
 
     def __init__(
-        self, program: StagedProgram, timeout: float, device: str | None = None, facts: Mapping[str, str] | None = None
+        self,
+        program: StagedProgram,
+        timeout: float,
+        device: str | None = None,
+        facts: Mapping[str, str] | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         prove(program.lists).check()
         self.member = member = Member(program.mesh, timeout, device, facts)
         self.rank, self.device = member.rank, member.device
         self._connect(program, {})
         store = member.store(self.body.name)
-        self.monitor = Monitor(store, self.rank, member.world, ListCounterNames(program), fatal=member.on_gpu)
+        names, limit = ListCounterNames(program), member.limit.total_seconds()
+        self.monitor = Monitor(store, self.rank, member.world, names, fatal=member.on_gpu, replay_limit=limit)
+        self.graphs = graphs
         self.number = 0  # of the program, to the monitor
         self._topics = 0  # that ranks exchanged the forms of their batches on
         self._attend()
@@ -78,6 +86,7 @@ class Job:
             raise error("SC541", message, hint=hint)
         other._connect(program, self.comm.groups)
         other.number = self.monitor.add(ListCounterNames(program), evaluates)
+        other.graphs = None if evaluates else self.graphs
         other._attend()
         return other
 
@@ -138,6 +147,7 @@ class Job:
         self._types = {name: type_of(node) for name, node in self.body.input_nodes().items()}
         self._clock: StepClock | None = None
         self._recorder: CallRecorder | None = None
+        self.graph = None if self.graphs is None else self.graphs.of(self.executor, self.device, self.monitor)
 
     def brings(self, parts: DataParts) -> RankPart:
         self._types |= parts.types
@@ -188,6 +198,8 @@ class Job:
         parts = self._parts(fed)
         self.monitor.begin(step, self.number)
         recorder = self._recorder
+        if self.graph is not None and recorder is None and self._clock is None:
+            return self.graph.run(state, parts, self.monitor)
         outputs = self.executor.run(state, parts, recorder or self.monitor, self._clock)
         if recorder is not None:
             recorder.stop()

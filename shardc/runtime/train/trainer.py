@@ -34,6 +34,7 @@ from shardc.runtime.checkpoint.held import Held, Position
 from shardc.runtime.checkpoint.hugging_face import export_hf
 from shardc.runtime.checkpoint.weights import Init, Weights
 from shardc.runtime.execute.microbatches import Feed
+from shardc.runtime.execute.step_graph import Graphs, warn_not_captured
 from shardc.runtime.generate.generator import Choosing, Generator
 from shardc.runtime.generate.result import Finished, Generated
 from shardc.runtime.train.agreement import facts_of
@@ -157,16 +158,31 @@ class Trainer:
             raise overfull(self.steps, ExpertLoad.of(result.load, self.expert_layers))
         self._grads = result.grads
         self._finite = result.finite
-        for name, value in result.buffers.items():
-            new, old = self._as_input("buffer", name, value), self.state[name]
-            self.state[name] = new.clone() if result.finite is None else torch.where(result.finite, new, old)
-        for name, value in result.updates.items():
-            self.state[name] = self._as_input(self._inputs[name][0].role, name, value)
+        self._keep(result)
         self.steps += 1
         self.intact = True
         if self.ema is not None and self.updates and (result.finite is None or bool(result.finite)):
             self.ema.update()
         return result
+
+    def _keep(self, result: StepResult) -> None:
+        """Take what a step returned as the state. What this rank holds stays where it is: a step of its own wrote most
+        of it there, and the rest is copied. A simulation's tensors are new ones."""
+        new: Tensors = {}
+        for name, value in result.buffers.items():
+            buffer, old = self._as_input("buffer", name, value), self.state[name]
+            new[name] = buffer.clone() if result.finite is None else torch.where(result.finite, buffer, old)
+        for name, value in result.updates.items():
+            value = self._as_input(self._inputs[name][0].role, name, value)
+            if value is not self.state[name]:
+                new[name] = value
+        if self.engine.peers is None:
+            self.state |= new
+            return
+        held = {x.untyped_storage().data_ptr() for x in self.state.values()}
+        new = {name: x.clone() if x.untyped_storage().data_ptr() in held else x for name, x in new.items()}
+        for name, value in new.items():
+            self.state[name].copy_(value)
 
     def train(
         self,
@@ -673,6 +689,7 @@ def launch(
     timeout: float = 600.0,
     device: str | None = None,
     check_every: int = EVERY,
+    graphs: bool = False,
 ) -> Trainer:
     """The trainer of a program: `Program.launch`, which says what the arguments are, for any program."""
     engines, launched = Engines(program.staged), Launched.of(program)
@@ -680,7 +697,13 @@ def launch(
     start = launched.start(state, init, seed)
     in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     facts = facts_of(launched.plan, launched.rates(), seed, check_every)
-    engine = engines.job(timeout, device, facts) if in_job else engines.simulation()
+    wanted = None
+    if graphs:
+        raises = launched.plan.get("nonfinite") == "raise"
+        wanted = Graphs("the plan says `nonfinite: raise`, which reads in each step whether all is finite" * raises)
+        if not in_job:
+            warn_not_captured("all ranks are simulated")
+    engine = engines.job(timeout, device, facts, wanted) if in_job else engines.simulation()
     try:
         return Trainer(launched, engine, start, seed, check_every)
     except BaseException as failure:

@@ -1,0 +1,1 @@
+"""The training-step benchmark: `python -m benchmarks.train_step --help`."""

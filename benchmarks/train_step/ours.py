@@ -1,0 +1,113 @@
+"""A training step by shardc: the unmodified model, compiled on the meta device; each rank loads its own shards."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+import shardc
+from benchmarks.train_step.setting import LeftOutError, Run, Setting, optimizer_of
+
+SEQUENCE = "sequence parallelism"
+
+
+def ours(setting: Setting, mesh: str, plan: Mapping[str, Any], graphs: bool = False) -> Run:
+    start = time.perf_counter()
+    with torch.device("meta"):
+        model = setting.model.build(setting.dtype)
+        sample = {name: torch.empty_like(x, device="meta") for name, x in setting.sample.items()}
+    optimizer = optimizer_of(model) if setting.optimizer else None
+    program = shardc.compile(model, sample, mesh=mesh, plan=plan, optimizer=optimizer)
+    compile_s = time.perf_counter() - start
+    more: dict[str, Any] = {}
+    if graphs:
+        if "graphs" not in inspect.signature(program.launch).parameters:
+            raise LeftOutError("launch has no CUDA graphs")
+        if not setting.on_gpu:
+            raise LeftOutError("CUDA graphs need a GPU")
+        more["graphs"] = True
+    trainer = program.launch(state=setting.state, device=setting.device.type, timeout=120, **more)
+    about: dict[str, object] = {
+        "compile_s": round(compile_s, 1),
+        "calls": sum(1 for _ in program.body.calls()),
+        "collectives": len(program.collectives()),
+        "reported_peak_gib": round(program.memory().peak / 2**30, 3),
+    }
+    return Run(lambda batch: trainer.step(batch).loss, trainer.gather_grads, close=trainer.close, about=about)
+
+
+def alone(setting: Setting, fuse: bool = True, graphs: bool = False) -> Run:
+    return ours(setting, "tp=1", {"fuse": fuse}, graphs)
+
+
+def tensor(setting: Setting, fuse: bool = True, sequence: bool = False, graphs: bool = False) -> Run:
+    plan: dict[str, Any] = {"params": setting.model.params, "fuse": fuse, "bucket": True}
+    if sequence:
+        if not setting.model.sequence_parallel:
+            raise LeftOutError(f"no plan of {SEQUENCE} for {setting.model.name}")
+        plan["activations"] = setting.model.sequence_parallel
+    return ours(setting, f"tp={setting.ranks}", plan, graphs)
+
+
+def data(setting: Setting, fuse: bool = True, zero: int = 0, graphs: bool = False) -> Run:
+    plan: dict[str, Any] = {"inputs": dict.fromkeys(setting.sample, "dp, -"), "fuse": fuse, "bucket": True}
+    if zero:
+        plan["storage"] = {"zero": zero, "axes": ["dp"]}
+    return ours(setting, f"dp={setting.ranks}", plan, graphs)
+
+
+def pipeline(setting: Setting, schedule: str, fuse: bool = True) -> Run:
+    cut = {"schedule": schedule, "microbatches": setting.microbatches}
+    return ours(setting, f"pp={setting.ranks}", {"pipeline": cut, "fuse": fuse})
+
+
+def context(setting: Setting, attention: str = "auto", fuse: bool = True) -> Run:
+    plan: dict[str, Any] = {
+        "inputs": dict.fromkeys(setting.sample, "dp, cp"),
+        "context": {"axis": "cp", "attention": attention},
+        "fuse": fuse,
+        "bucket": True,
+    }
+    return ours(setting, f"dp=1, cp={setting.ranks}", plan)
+
+
+def experts(setting: Setting, dispatch: str = "all_to_all", fuse: bool = True) -> Run:
+    """Experts over the axis of the batch."""
+    if not setting.model.experts:
+        raise LeftOutError(f"{setting.model.name} has no experts")
+    plan: dict[str, Any] = {
+        "inputs": dict.fromkeys(setting.sample, "ep, -"),
+        "params": setting.model.experts,
+        "experts": dispatch,
+        "fuse": fuse,
+        "bucket": True,
+    }
+    return ours(setting, f"ep={setting.ranks}", plan)
+
+
+CONTESTANTS: dict[str, Callable[[Setting], Run]] = {
+    "ours": partial(alone, fuse=False),
+    "ours-fused": alone,
+    "ours-fused-graphs": partial(alone, graphs=True),
+    "ours-tp-plain": partial(tensor, fuse=False),
+    "ours-tp": tensor,
+    "ours-tp-sp": partial(tensor, sequence=True),
+    "ours-tp-graphs": partial(tensor, graphs=True),
+    "ours-dp-plain": partial(data, fuse=False),
+    "ours-dp": data,
+    "ours-dp-graphs": partial(data, graphs=True),
+    "ours-zero3-plain": partial(data, zero=3, fuse=False),
+    "ours-zero3": partial(data, zero=3),
+    "ours-pp-1f1b": partial(pipeline, schedule="1f1b"),
+    "ours-pp-interleaved": partial(pipeline, schedule="interleaved"),
+    "ours-pp-zb-h1": partial(pipeline, schedule="zb-h1"),
+    "ours-pp-auto": partial(pipeline, schedule="auto"),
+    "ours-cp": context,
+    "ours-ep": experts,
+    "ours-ep-gathered": partial(experts, dispatch="all_gather"),
+}

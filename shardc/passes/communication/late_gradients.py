@@ -1,0 +1,258 @@
+"""late_gradients: products that make gradients of weights run behind the collectives that backward waits for.
+
+    %dw = linear_wgrad(%g, %x)                %dx = linear_dgrad(%g, %w)
+    %dx = linear_dgrad(%g, %w)                %dx.sum = all_reduce(%dx, tp)        begin
+    %dx.sum = all_reduce(%dx, tp)      ->     %dw = linear_wgrad(%g, %x)
+    %h = mul(%dx.sum, %y)                     %h = mul(%dx.sum, %y)                wait, run
+
+Nothing reads the gradient of a weight before its own reduction or the optimizer, so its product may run at any later
+time. Autograd writes it beside the product of the same operand, before the sum that is reduced next, and that reduction
+then has nothing to run beside it. Zero-bubble schedules put off the same products (Qi et al. 2023, arXiv:2401.10241).
+
+Needs a localized body, or a part of one. Ensures the same calls, each after what it reads, and the calls on the result
+of such a product (casts, sums over microbatches, reductions of gradients) behind it. In the order of the program,
+products are put off. Behind each collective that backward waits for, as many run as take as long as it has nothing else
+to run beside it (`cost.call_seconds`), the oldest first. Of those that are put off, a reserve is kept: what later
+collectives lack beyond the products that come before them. The rest runs at once.
+
+A product that is put off holds its operands. They are bounded: at the peak, a body may hold `growth` of it more. An
+order that is predicted to take no less time (`cost.streams`) is not taken: later products begin the reductions of their
+gradients later.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from shardc.cost.call_seconds import CallCost, call_costs
+from shardc.cost.flops import COUNTS
+from shardc.cost.memory import memory
+from shardc.cost.streams import device_seconds
+from shardc.ir.call_slots import slotted_calls
+from shardc.ir.graph import Graph, info, op_name, operands, producer
+from shardc.ir.hardware import DEFAULT, Hardware
+from shardc.ir.microbatch import in_microbatch
+from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.ops.exchange import EXCHANGES
+from shardc.ir.overlap_schedule import sums_gradients
+from shardc.ir.storages import layouts
+from shardc.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class LateGradients(Pass):
+    """Run gradients of weights behind the collectives of backward, unless not `enabled`."""
+
+    enabled: bool = True
+    hardware: Hardware = DEFAULT
+    growth: float = 0.05
+
+    def run(self, graph: Graph) -> Graph:
+        if not self.enabled:
+            return graph
+        inside = in_microbatch(graph)
+        nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
+        order = sorted(nodes, key=lambda node: node not in inside)
+        movable = Movable.of([node for node in order if node in inside])
+        if not movable.products or not movable.awaited:
+            return graph
+        costs = call_costs(graph, self.hardware)
+        assigned = _Assignment(
+            order, movable, costs, _room(graph, order, self.growth), _read_alone(graph, order, movable)
+        )
+        placed = _placed(order, movable, assigned.behind())
+        if placed == order:
+            return graph
+        later = graph.copy()
+        same = dict(zip(graph.fx.nodes, later.fx.nodes, strict=True))
+        for node in placed:
+            later.output_node.prepend(same[node])
+        moved_costs = {same[node]: cost for node, cost in costs.items()}
+        before, after = (device_seconds(g, c, self.hardware) for g, c in ((graph, costs), (later, moved_costs)))
+        return later if after < before else graph
+
+
+@dataclass(frozen=True)
+class Movable:
+    """`products` may be put off, and the calls that may follow them: nothing else in backward reads either. Backward
+    waits for the `awaited` collectives."""
+
+    products: frozenset[fx.Node]
+    followers: frozenset[fx.Node]
+    awaited: tuple[fx.Node, ...]
+
+    @classmethod
+    def of(cls, order: Sequence[fx.Node]) -> Movable:
+        products, followers = set[fx.Node](), set[fx.Node]()
+        for node in reversed(order):
+            if info(node).phase != "bwd" or not node.users:
+                continue
+            if not all(u.op == "output" or u in followers or info(u).phase == "opt" for u in node.users):
+                continue
+            if op_name(node.target) in COUNTS and node.target not in EXCHANGES:
+                products.add(node)
+            elif node.target not in COLLECTIVES or sums_gradients(node):
+                followers.add(node)
+        return cls(frozenset(products), frozenset(followers), tuple(node for node in order if _is_awaited(node)))
+
+
+def _is_awaited(node: fx.Node) -> bool:
+    """Does backward wait for this collective, which can begin no earlier than backward has made its operand?"""
+    if node.target not in COLLECTIVES or info(node).phase != "bwd" or sums_gradients(node):
+        return False
+    return any(info(producer(value)[0]).phase == "bwd" for value in operands(node) if value.op == "call_function")
+
+
+@dataclass
+class _Assignment:
+    """Which product runs behind which collective. `room` is how many bytes more may be held at each place of the order,
+    `read` the bytes that a product holds by itself from a place on."""
+
+    order: Sequence[fx.Node]
+    movable: Movable
+    costs: Mapping[fx.Node, CallCost]
+    room: list[float]
+    read: Mapping[fx.Node, Sequence[tuple[int, int]]]
+    taken: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+
+    def behind(self) -> dict[fx.Node, fx.Node]:
+        """A collective for each product that is put off.
+
+        From the last collective to the first, each takes the latest products before it. What a product takes longer
+        than its collective needs may be lacking elsewhere: `slack` is how much all collectives can do without.
+        """
+        self.place = {node: index for index, node in enumerate(self.order)}
+        missing = self._lacking()
+        lacking, spent = list(missing), dict(missing)
+        for most, wasteful in ((1, False), (len(self.products), False), (len(self.products), True)):
+            for index in reversed(range(len(lacking))):
+                collective = lacking[index]
+                taken = 0
+                for product in reversed(self.products):
+                    if missing[collective] <= 0 or taken == most:
+                        break
+                    if product in self.taken or self.place[product] > self.place[collective]:
+                        continue
+                    seconds = self._seconds(product)
+                    waste = max(0.0, seconds - missing[collective])
+                    lost = max(0.0, waste - max(0.0, self._slack(lacking, spent, index))) if waste else 0.0
+                    if (not wasteful and lost > missing[collective]) or not self._hold(product, collective):
+                        continue
+                    self.taken[product] = collective
+                    missing[collective] -= seconds
+                    spent[collective] += waste
+                    taken += 1
+        return self.taken
+
+    @cached_property
+    def products(self) -> list[fx.Node]:
+        return [node for node in self.order if node in self.movable.products and self._seconds(node)]
+
+    def _seconds(self, node: fx.Node) -> float:
+        cost = self.costs.get(node)
+        return 0.0 if cost is None or cost.kind == "collective" else cost.seconds
+
+    def _lacking(self) -> dict[fx.Node, float]:
+        """Of each collective that is waited for, how long it has nothing to run beside it but products put off."""
+        lacking: dict[fx.Node, float] = {}
+        for node in self.movable.awaited:
+            begins = max(self.place[value] for value in node.all_input_nodes if value in self.place)
+            missing = self.costs[node].seconds
+            for call in self.order[begins + 1 :]:
+                if node in call.all_input_nodes or missing <= 0:
+                    break
+                if call not in self.movable.products:
+                    missing -= self._seconds(call)
+            if missing > 0:
+                lacking[node] = missing
+        return lacking
+
+    def _slack(self, lacking: Sequence[fx.Node], spent: Mapping[fx.Node, float], index: int) -> float:
+        """How much longer a collective could compute without one behind it lacking any."""
+        least, needed, made, products = math.inf, 0.0, 0.0, iter(self.products)
+        product = next(products, None)
+        for i, collective in enumerate(lacking):
+            needed += spent[collective]
+            while product is not None and self.place[product] < self.place[collective]:
+                made += self._seconds(product)
+                product = next(products, None)
+            if i >= index:
+                least = min(least, made - needed)
+        return least
+
+    def _hold(self, product: fx.Node, collective: fx.Node) -> bool:
+        """Whether there is room for what a product reads until then; it is taken."""
+        spans = [(max(first, self.place[product]), size) for first, size in self.read[product]]
+        until = self.place[collective] + 1
+        for index in range(self.place[product], until):
+            if sum(size for first, size in spans if first <= index) > self.room[index]:
+                return False
+        for first, size in spans:
+            for index in range(first, until):
+                self.room[index] -= size
+        return True
+
+
+def _room(graph: Graph, order: Sequence[fx.Node], growth: float) -> list[float]:
+    """How many bytes more than it does a body may hold at each place of the order."""
+    report = memory(graph, listed=False)
+    allowed = (1 + growth) * report.peak - report.stored
+    held = {call.node: report.timeline[index] for index, call in enumerate(slotted_calls(graph).calls)}
+    room, last = list[float](), 0
+    for node in order:
+        last = held.get(node, last)
+        room.append(allowed - last)
+    return room
+
+
+def _read_alone(graph: Graph, order: Sequence[fx.Node], movable: Movable) -> dict[fx.Node, list[tuple[int, int]]]:
+    """Of each product, the storages that it reads: the place behind which no other call does, and the bytes."""
+    storage_of = layouts(graph).storages
+    last: dict[fx.Node, int] = {}
+    for index, node in enumerate(order):
+        for value in node.all_input_nodes if node not in movable.products else ():
+            if value in storage_of:
+                last[storage_of[value].value] = index
+    stored = set(graph.placeholders)
+    read: dict[fx.Node, list[tuple[int, int]]] = {}
+    for product in movable.products:
+        storages = {storage_of[v].value: storage_of[v].bytes for v in product.all_input_nodes if v in storage_of}
+        read[product] = [(last.get(value, -1) + 1, size) for value, size in storages.items() if value not in stored]
+    return read
+
+
+def _placed(order: Sequence[fx.Node], movable: Movable, behind: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
+    """The order with each product behind its collective, and the calls on its result behind it."""
+    held: dict[fx.Node, None] = {}
+    placed: list[fx.Node] = []
+    products: dict[fx.Node, list[fx.Node]] = {}
+    for product, collective in behind.items():
+        products.setdefault(collective, []).append(product)
+    rank = {node: index for index, node in enumerate(order)}
+
+    def place(node: fx.Node) -> None:
+        held.pop(node, None)
+        placed.append(node)
+        for follower in list(held):
+            if follower not in behind and not any(source in held for source in follower.all_input_nodes):
+                place(follower)
+
+    for node in order:
+        sources = [source for source in node.all_input_nodes if source in held]
+        if node in behind:
+            held[node] = None
+        elif sources:
+            assert node in movable.followers or node.target is operator.getitem, f"{node} reads a product too early"
+            held[node] = None
+        else:
+            placed.append(node)
+            for product in sorted(products.get(node, ()), key=rank.__getitem__):
+                place(product)
+    assert not held
+    return placed
