@@ -47,6 +47,7 @@ from shardc.passes.sharding.spread_taps import SpreadTaps
 from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
+from shardc.passes.sum_products import SumProducts
 from shardc.passes.verify import ENSURES, PRESERVES
 from shardc.plan.context import Context
 from shardc.rules.notation import Notation, RuleError, fit
@@ -120,7 +121,15 @@ def body_passes(
 
 def part_passes(options: Options) -> list[Pass]:
     """Every pass over what a rank runs, in order: its body, or each graph of each of its pipeline stages."""
-    return [options.align, Overlap(options.hardware), options.late, options.bucket, options.prefetch, options.fuse]
+    return [
+        options.align,
+        Overlap(options.hardware),
+        options.late,
+        SumProducts(),
+        options.bucket,
+        options.prefetch,
+        options.fuse,
+    ]
 
 
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:

@@ -379,6 +379,7 @@ PRODUCT_SHAPES: Mapping[str, Callable[[Mapping[str, Any], Shape], Product]] = {
     "shardc.scaled_linear_dgrad": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["g"][-1]),
     "shardc.scaled_linear_wgrad": lambda a, y: (1, a["g"][-1], a["x"][-1], math.prod(a["g"][:-1])),
     "shardc.scaled_mm": lambda a, y: (1, y[0], y[1], a["a"][1]),
+    "shardc.accumulate_wgrad": lambda a, y: (1, a["g"][-1], a["x"][-1], math.prod(a["g"][:-1])),
     "shardc.grouped_mm": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["a"][-1]),
     "shardc.grouped_mm_wgrad": lambda a, y: (1, a["a"][-1], a["g"][-1], math.prod(a["a"][:-1])),
     "shardc.expert_mm": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["a"][-1]),

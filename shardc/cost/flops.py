@@ -132,6 +132,7 @@ COUNTS: dict[str, Callable[[Arguments, Shape], int]] = {
     "shardc.scaled_linear_dgrad": lambda a, y: 2 * math.prod(y) * a["g"][-1],
     "shardc.scaled_linear_wgrad": lambda a, y: 2 * math.prod(a["x"]) * a["g"][-1],
     "shardc.scaled_mm": lambda a, y: 2 * math.prod(y) * a["a"][-1],
+    "shardc.accumulate_wgrad": lambda a, y: 2 * math.prod(a["x"]) * a["g"][-1],
     "shardc.grouped_mm": lambda a, y: 2 * math.prod(y) * a["a"][-1],
     "shardc.grouped_mm_wgrad": lambda a, y: 2 * math.prod(a["a"]) * a["g"][-1],
     "shardc.expert_mm": lambda a, y: 2 * math.prod(y) * a["a"][-1],

@@ -69,6 +69,7 @@ from shardc.passes.sharding.spread_taps import SpreadTaps
 from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
+from shardc.passes.sum_products import SumProducts
 from shardc.plan.context import Balance
 from shardc.plan.values import DTYPES
 
@@ -136,6 +137,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "align": Align,
     "overlap": Overlap,
     "late_gradients": LateGradients,
+    "sum_products": SumProducts,
     "bucket": Bucket,
     "prefetch": Prefetch,
     "fuse": Fuse,

@@ -1,0 +1,111 @@
+"""sum_products: gradients of linear layers are added up over microbatches by the products that make them.
+
+    %d.w = linear_wgrad(%g, %x)          : bf16
+    %d.w.wide = _to_copy(%d.w, f32)              ->     %d.w.sum = accumulate_wgrad(%g, %x, f32)
+    %d.w.sum = accumulate(%d.w.wide)
+
+Of a 16-bit product, a cast moves 6 bytes an element and an addition 12; the product itself reads and writes 8 of its
+sum, and is never rounded to 16 bits. In a part of a pipeline's stage, the term of a sum is an output.
+
+Needs a localized body, or a part of one. Ensures the same sums under the same names. A product that something else
+reads stays, and so does one that has to be reduced, cut or added to another before it is summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import Graph, info, operands, type_of, update
+from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD
+from shardc.ir.ops.linear import LINEAR_WGRAD
+from shardc.passes.base import Pass
+from shardc.passes.normalize.decompositions.table import HALF
+
+CAST = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class SumProducts(Pass):
+    """Let products add to the sums over microbatches."""
+
+    def run(self, graph: Graph) -> Graph:
+        terms = {v: v for port, v in zip(graph.outputs, graph.output_values, strict=True) if port.role == "sum"}
+        terms = {operands(call)[0]: call for call in graph.calls_of(ACCUMULATE)} | terms
+        chosen = [(term, sum_, product) for term, sum_ in terms.items() if (product := _product(term)) is not None]
+        if not chosen:
+            return graph
+        table: dict[fx.Node, fx.Node] = {}
+        graph = graph.copy(table)
+        for _, sum_, product in chosen:
+            _replace(graph, table[sum_], table[product])
+        graph.erase_dead()
+        return graph
+
+
+def separate_terms(graph: Graph) -> None:
+    """Undo the pass, in place: stages are cut from bodies whose terms are values."""
+    for summed in graph.calls_of(ACCUMULATE_WGRAD):
+        about, type, read = info(summed), type_of(summed), operands(summed)
+        narrow = type.with_dtype(type_of(read[0]).dtype)
+        with graph.fx.inserting_before(summed):
+            term = graph.call(
+                LINEAR_WGRAD,
+                tuple(read),
+                like=summed,
+                type=narrow,
+                name=f"{about.name}.term",
+                assignment=about.assignment,
+            )
+            if narrow.dtype != type.dtype:
+                cast = {"dtype": type.dtype}
+                term = graph.call(CAST, (term,), cast, like=summed, type=type, name=f"{about.name}.wide")
+            sum_ = graph.call(ACCUMULATE, (term,), like=summed, type=type)
+        _take_place(graph, summed, sum_)
+        graph.fx.erase_node(summed)
+
+
+def _product(term: fx.Node) -> fx.Node | None:
+    """The product that a term is, or a wider cast of, if nothing else reads either."""
+    product = term
+    if term.target is CAST and term.kwargs == {"dtype": torch.float32} and len(term.users) == 1:
+        (product,) = operands(term)
+        if type_of(product).dtype not in HALF:
+            return None
+    if (
+        product.target is not LINEAR_WGRAD
+        or len(product.users) != 1
+        or len({type_of(v).dtype for v in _read(product)}) > 1
+    ):
+        return None
+    return product
+
+
+def _read(product: fx.Node) -> list[fx.Node]:
+    return [*operands(product), product]
+
+
+def _replace(graph: Graph, sum_: fx.Node, product: fx.Node) -> None:
+    """The sum where the product was made: what the product reads lives no longer."""
+    type = type_of(sum_)
+    with graph.fx.inserting_before(product):
+        summed = graph.call(
+            ACCUMULATE_WGRAD,
+            (*operands(product), type.dtype),
+            like=product,
+            type=type,
+            assignment=info(product).assignment,
+        )
+    _take_place(graph, sum_, summed)
+
+
+def _take_place(graph: Graph, old: fx.Node, new: fx.Node) -> None:
+    """Let all read the new value, which gets the name of the old one."""
+    name = info(old).name
+    old.replace_all_uses_with(new)
+    for named in (graph.gradients, graph.activations):
+        named.update({key: new for key, value in named.items() if value is old})
+    update(old, name=graph.unique(f"{name}.before"))
+    update(new, name=name)
