@@ -4,6 +4,9 @@
     %d.w.wide = _to_copy(%d.w, f32)              ->     %d.w.sum = accumulate_wgrad(%g, %x, f32)
     %d.w.sum = accumulate(%d.w.wide)
 
+So is the product of matrices that a layer without `linear` makes, as GPT-2's of transposed weights: its
+`mm(transpose(%x), %g)` is `accumulate_wgrad(%x, %g)`.
+
 Of a 16-bit product, a cast moves 6 bytes an element and an addition 12; the product itself reads and writes 8 of its
 sum, and is never rounded to 16 bits. In a part of a pipeline's stage, the term of a sum is an output.
 
@@ -24,7 +27,9 @@ from shardc.ir.ops.linear import LINEAR_WGRAD
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import HALF
 
-CAST = torch.ops.aten._to_copy.default
+aten = torch.ops.aten
+CAST = aten._to_copy.default
+FACTORS = {"m": "n", "n": "k", "k": "~0"}  # of `mm`: those of the same product with its first operand transposed
 
 
 @dataclass(frozen=True)
@@ -74,29 +79,42 @@ def _product(term: fx.Node) -> fx.Node | None:
         (product,) = operands(term)
         if type_of(product).dtype not in HALF:
             return None
-    if (
-        product.target is not LINEAR_WGRAD
-        or len(product.users) != 1
-        or len({type_of(v).dtype for v in _read(product)}) > 1
-    ):
+    read = _read(product) if len(product.users) == 1 else None
+    return product if read and {type_of(value).dtype for value in read} == {type_of(product).dtype} else None
+
+
+def _read(product: fx.Node) -> list[fx.Node] | None:
+    """The two operands of `linear_wgrad`, of a product that is one."""
+    if product.target is LINEAR_WGRAD:
+        return operands(product)
+    if product.target is not aten.mm.default:
         return None
-    return product
+    left, right = operands(product)
+    turned = left.target is aten.t.default or (
+        left.target is aten.transpose.int and {dim % 2 for dim in left.args[1:]} == {0, 1}  # type: ignore[operator]
+    )
+    return [*operands(left), right] if turned else None
 
 
-def _read(product: fx.Node) -> list[fx.Node]:
-    return [*operands(product), product]
+def _assignment(product: fx.Node) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """What the product splits, by the factors of `linear_wgrad`."""
+    split = info(product).assignment
+    if product.target is LINEAR_WGRAD:
+        return split
+    return tuple((FACTORS[factor[0]] + factor[1:], axes) for factor, axes in split)
 
 
 def _replace(graph: Graph, sum_: fx.Node, product: fx.Node) -> None:
     """The sum where the product was made: what the product reads lives no longer."""
-    type = type_of(sum_)
+    type, read = type_of(sum_), _read(product)
+    assert read is not None
     with graph.fx.inserting_before(product):
         summed = graph.call(
             ACCUMULATE_WGRAD,
-            (*operands(product), type.dtype),
+            (*read, type.dtype),
             like=product,
             type=type,
-            assignment=info(product).assignment,
+            assignment=_assignment(product),
         )
     _take_place(graph, sum_, summed)
 

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.ir.graph import Graph, info, type_of
-from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, add_wgrad, write_wgrad
+from examples.gpt2 import gpt2
+from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, add_wgrad, multiplies_wide, write_wgrad
 from shardc.ir.ops.linear import LINEAR_WGRAD
+from shardc.ir.parse import parse
 from shardc.passes.fusion.analysis.traffic import bytes_by_call
 from shardc.passes.sum_products import SumProducts
 from shardc.runtime.execute.body_code import BodyCode
@@ -57,6 +59,32 @@ def test_no_bytes_are_moved_for_terms(plain: pytest.MonkeyPatch) -> None:
     assert parameters == 2 * 12 * 32 * 32
     assert sum(before.values()) - sum(after.values()) == (6 + 8) * parameters  # an accumulate counts as a copy
     assert len(before) - len(after) == 2 * len(LINEARS)
+
+
+TURNED = {"params": {"**.attn.c_attn.weight": "-, 3*tp", "**.mlp.c_fc.weight": "-, tp"}}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [
+        ("dp=1", {}),
+        ("dp=2,tp=2", {**TURNED, "inputs": {"*": "dp, -"}}),
+        ("dp=2,tp=2", {**TURNED, "inputs": {"*": "dp, -"}, "activations": {"transformer.h.0": "dp, tp, -"}}),
+        ("dp=2", {"inputs": {"*": "dp, -"}, "storage": {"zero": 3, "axes": ["dp"]}}),
+    ],
+)
+def test_products_of_turned_matrices(mesh: str, plan: dict[str, Any], fuse: bool) -> None:
+    """GPT-2's weights are stored [in, out]: their gradients are products of matrices."""
+    model, batch = gpt2(batch=8, seq=8, layers=1, vocab=32, heads=4, width=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    asked = {"accumulate": 2, "precision": "bf16", "fuse": fuse, **plan}
+    program = shardc.compile(model, batch, mesh=mesh, plan=asked, optimizer=optimizer)
+    summed = {info(call).fqn for call in program.body.calls_of(ACCUMULATE_WGRAD)}
+    assert summed == {f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    report = program.verify()
+    assert report, str(report)
+    assert (report.eager_error or 0.0) < 1e-12
 
 
 @pytest.mark.sampled(2)
@@ -149,3 +177,33 @@ def test_made_written_and_added_alike(dtype: torch.dtype, rows: tuple[int, ...])
     total = torch.ones(6, 5, dtype=wide)
     assert add_wgrad(total, g, x) is total
     torch.testing.assert_close(total.double(), 1 + exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", "xpu", "mps"])
+def test_operands_are_cast_where_products_cannot_widen(device: str) -> None:
+    half, wide = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
+    able = {(a, b) for a in (*half, *wide) for b in wide if multiplies_wide(torch.device(device), a, b)}
+    assert able == ({(narrow, torch.float32) for narrow in half} if device == "cuda" else set())
+
+
+def test_a_product_of_a_value_with_itself() -> None:
+    """In code, both operands lie in one slot."""
+    graph = parse(
+        """graph @step mesh(dp=1) microbatches(3) {
+  %w = param "w" : f32[4, 4]
+  %x = input "x" : f32[2, 4]
+bwd:
+  %x.t = transpose.int(%x, 0, 1) : f32[4, 2]
+  %d.w = mm(%x.t, %x) : f32[4, 4]
+  %d.w.sum = shardc.accumulate(%d.w) : f32[4, 4]
+  return grad "w" = %d.w.sum
+}
+"""
+    )
+    body = SumProducts().run(graph)
+    (summed,) = body.calls_of(ACCUMULATE_WGRAD)
+    assert len({*operands(summed)}) == 1
+    code = BodyCode(body, rank_context(body.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
+    batches = torch.randn(3, 2, 4, dtype=torch.float32)
+    (gradient,) = code.run({"w": torch.zeros(4, 4)}, [{"x": x} for x in batches]).values()
+    torch.testing.assert_close(gradient, (batches.mT @ batches).sum(0))

@@ -20,17 +20,23 @@ from kernels_triton.base.library import define
 aten = torch.ops.aten
 
 
+def multiplies_wide(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Can a product of such operands have results of a wider dtype? On CUDA, of 16-bit operands, in float32. Elsewhere
+    the operands are cast before the product."""
+    return device.type == "cuda" and narrow in (torch.bfloat16, torch.float16) and wide == torch.float32
+
+
 def _term(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     left, right = _matrices(g, x)
-    if g.dtype == dtype:
-        return torch.mm(left, right)
-    return aten.mm.dtype(left, right, dtype) if g.is_cuda else torch.mm(left.to(dtype), right.to(dtype))
+    if multiplies_wide(g.device, g.dtype, dtype):
+        return aten.mm.dtype(left, right, dtype)
+    return torch.mm(left.to(dtype), right.to(dtype))
 
 
 def write_wgrad(g: Tensor, x: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
     """The same product, written to `out`, which is of its dtype."""
     left, right = _matrices(g, x)
-    if g.is_cuda and g.dtype != dtype:
+    if multiplies_wide(g.device, g.dtype, dtype):
         return aten.mm.dtype_out(left, right, dtype, out=out)
     return torch.mm(left.to(dtype), right.to(dtype), out=out)
 
@@ -38,7 +44,7 @@ def write_wgrad(g: Tensor, x: Tensor, dtype: torch.dtype, *, out: Tensor) -> Ten
 def add_wgrad(total: Tensor, g: Tensor, x: Tensor) -> Tensor:
     """Add the product, in the dtype of the sum, to the sum."""
     left, right = _matrices(g, x)
-    if g.is_cuda and g.dtype != total.dtype:
+    if multiplies_wide(g.device, g.dtype, total.dtype):
         return aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
     return total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
