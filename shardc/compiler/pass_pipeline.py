@@ -17,6 +17,7 @@ from shardc.ir.graph import Graph, info, operands, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.verify import violations
 from shardc.passes.base import Check, Pass
+from shardc.passes.bias_products import BiasProducts
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
@@ -128,6 +129,7 @@ def part_passes(options: Options) -> list[Pass]:
         SumProducts(),
         options.bucket,
         options.prefetch,
+        BiasProducts(options.fuse.enabled),
         options.fuse,
     ]
 

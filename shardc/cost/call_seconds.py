@@ -373,6 +373,7 @@ PRODUCT_SHAPES: Mapping[str, Callable[[Mapping[str, Any], Shape], Product]] = {
     "dot": lambda a, y: (1, 1, 1, a["self"][0]),
     "vdot": lambda a, y: (1, 1, 1, a["self"][0]),
     "shardc.linear": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["x"][-1]),
+    "shardc.linear_bias": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["x"][-1]),
     "shardc.linear_dgrad": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["g"][-1]),
     "shardc.linear_wgrad": lambda a, y: (1, a["g"][-1], a["x"][-1], math.prod(a["g"][:-1])),
     "shardc.scaled_linear": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["x"][-1]),

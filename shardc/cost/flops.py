@@ -126,6 +126,7 @@ COUNTS: dict[str, Callable[[Arguments, Shape], int]] = {
     "dot": lambda a, y: 2 * math.prod(a["self"]),
     "vdot": lambda a, y: 2 * math.prod(a["self"]),
     "shardc.linear": lambda a, y: 2 * math.prod(y) * a["x"][-1],
+    "shardc.linear_bias": lambda a, y: 2 * math.prod(y) * a["x"][-1],
     "shardc.linear_dgrad": lambda a, y: 2 * math.prod(y) * a["g"][-1],
     "shardc.linear_wgrad": lambda a, y: 2 * math.prod(a["x"]) * a["g"][-1],
     "shardc.scaled_linear": lambda a, y: 2 * math.prod(y) * a["x"][-1],

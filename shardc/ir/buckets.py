@@ -30,7 +30,7 @@ from shardc.ir.microbatch import before_microbatches
 from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, SUMS, write_wgrad
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, unpack
 from shardc.ir.ops.collectives import all_reduce
-from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, LINEAR_DGRAD, LINEAR_WGRAD, write_linear_bias
 from shardc.ir.schema import given
 from shardc.ir.storages import Storage
 
@@ -115,6 +115,8 @@ def maker(op: OpOverload) -> Callable[..., Any] | None:
         return _copied
     if op is LINEAR_WGRAD:
         return _wgrad
+    if op is LINEAR_BIAS:
+        return write_linear_bias
     if op is ACCUMULATE_WGRAD:
         return write_wgrad
     return out_variant(op) if op_name(op) in MAKES else None

@@ -10,7 +10,7 @@ import torch
 
 from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
 from shardc.ir.ops.grouped import GROUPED_MM, GROUPED_MM_WGRAD
-from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, LINEAR_DGRAD, LINEAR_WGRAD
 from shardc.rules.local import LocalCall
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import by_block, example, rule
@@ -23,6 +23,7 @@ rule(aten.mv.default, "m k, k -> m", sum="k", linear="each")
 rule([aten.dot.default, aten.vdot.default], "k, k -> ()", sum="k", linear="each")
 
 rule(LINEAR, "... k, n k -> ... n", sum="k", linear="each")
+rule(LINEAR_BIAS, "... k, n k, n -> ... n", whole="k")
 rule(LINEAR_DGRAD, "... n, n k -> ... k", sum="n", linear="each")
 rule(LINEAR_WGRAD, "... n, ... k -> n k", sum="...", linear="each")
 rule(

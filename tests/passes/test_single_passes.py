@@ -36,6 +36,7 @@ from shardc.partition.cut import cut
 from shardc.partition.staged_program import scheduled
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.base import Pass
+from shardc.passes.bias_products import BiasProducts
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
@@ -140,6 +141,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "sum_products": SumProducts,
     "bucket": Bucket,
     "prefetch": Prefetch,
+    "bias_products": BiasProducts,
     "fuse": Fuse,
 }
 
