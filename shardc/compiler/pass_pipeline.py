@@ -17,6 +17,7 @@ from shardc.ir.graph import Graph, info, operands, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.verify import violations
 from shardc.passes.base import Check, Pass
+from shardc.passes.bias_products import BiasProducts
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
@@ -47,6 +48,7 @@ from shardc.passes.sharding.spread_taps import SpreadTaps
 from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
+from shardc.passes.sum_products import SumProducts
 from shardc.passes.verify import ENSURES, PRESERVES
 from shardc.plan.context import Context
 from shardc.rules.notation import Notation, RuleError, fit
@@ -120,7 +122,16 @@ def body_passes(
 
 def part_passes(options: Options) -> list[Pass]:
     """Every pass over what a rank runs, in order: its body, or each graph of each of its pipeline stages."""
-    return [options.align, Overlap(options.hardware), options.late, options.bucket, options.prefetch, options.fuse]
+    return [
+        options.align,
+        Overlap(options.hardware),
+        options.late,
+        SumProducts(),
+        options.bucket,
+        options.prefetch,
+        BiasProducts(options.fuse.enabled),
+        options.fuse,
+    ]
 
 
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:

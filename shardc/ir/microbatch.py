@@ -17,7 +17,7 @@ from torch import fx
 
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Role, info, operands, producer, results
-from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.accumulate import SUMS
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.collectives import COLLECTIVES
 
@@ -62,7 +62,7 @@ def narrowed_weights(graph: Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     among, returned = set(nodes), {producer(value)[0] for value in graph.output_values}
     narrowed: set[fx.Node] = set()
     for call in graph.calls():
-        if call not in among or call in returned or call.target is ACCUMULATE or call.target in COLLECTIVES:
+        if call not in among or call in returned or call.target in (*SUMS, *COLLECTIVES):
             continue
         read = dict.fromkeys(operands(call))
         if read and all(value in weights for value in read):
@@ -81,7 +81,7 @@ def _bytes(graph: Graph, values: Iterable[fx.Node]) -> int:
 def _for_microbatches(graph: Graph) -> set[fx.Node]:
     if graph.microbatches == 1:
         return {node for node in graph.fx.nodes if node.op != "output"}
-    sums = [node for node in graph.calls() if node.target is ACCUMULATE]
+    sums = [node for node in graph.calls() if node.target in SUMS]
     after_sums = _reached(sums, lambda node: node.users)
     outputs = zip(graph.outputs, graph.output_values, strict=True)
     per_microbatch = [value for port, value in outputs if port.role in MADE and value not in after_sums]
@@ -102,9 +102,9 @@ def crossing(graph: Graph) -> list[str]:
     if graph.microbatches == 1:
         return []
     microbatch_nodes = in_microbatch(graph)
-    sums = {node for node in microbatch_nodes if node.target is ACCUMULATE}
+    sums = {node for node in microbatch_nodes if node.target in SUMS}
     fed = [n for p, n in zip(graph.inputs, graph.placeholders, strict=True) if p.role in FED]
-    microbatch_values = _reached(fed, lambda node: [user for user in node.users if user.target is not ACCUMULATE])
+    microbatch_values = _reached(fed, lambda node: [user for user in node.users if user.target not in SUMS])
     faults: list[str] = []
     for node in graph.calls():
         if node not in microbatch_nodes:

@@ -36,6 +36,7 @@ from shardc.partition.cut import cut
 from shardc.partition.staged_program import scheduled
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.base import Pass
+from shardc.passes.bias_products import BiasProducts
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
@@ -69,6 +70,7 @@ from shardc.passes.sharding.spread_taps import SpreadTaps
 from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
+from shardc.passes.sum_products import SumProducts
 from shardc.plan.context import Balance
 from shardc.plan.values import DTYPES
 
@@ -136,8 +138,10 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "align": Align,
     "overlap": Overlap,
     "late_gradients": LateGradients,
+    "sum_products": SumProducts,
     "bucket": Bucket,
     "prefetch": Prefetch,
+    "bias_products": BiasProducts,
     "fuse": Fuse,
 }
 
