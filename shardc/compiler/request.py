@@ -293,9 +293,6 @@ def _in_parts(plan: Plan, request: Request) -> Plan:
 def _refuse_unequal_parts(plan: Plan, body: Graph, split: Sequence[str]) -> None:
     """Raise ShardcError (SC226), at the plan's line, for inputs that ranks cannot bring in parts."""
     try:
-        if body.halves > 1:
-            hint = f"write accumulate: {plan.microbatches} in its place, or leave data out, for whole batches"
-            raise error("SC226", "`overlap: {split: 2}` takes whole batches, and ranks are given parts", hint=hint)
         DataParts.of(body, split)
     except ShardcError as wrong:
         raise ShardcError(*map(plan.data.located, wrong.diagnostics)) from None

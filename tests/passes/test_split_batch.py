@@ -183,7 +183,7 @@ def test_an_index_out_of_range_is_found_in_either_half() -> None:
     [
         (3, {}, "SC103", "multiple of 2"),
         (6, {"accumulate": 2}, "SC103", "multiple of 4"),
-        (8, {"data": "per_rank"}, "SC226", "accumulate: 2"),
+        (6, {"data": "per_rank"}, "SC226", "multiple of 4"),
         (8, {"overlap": {"split": 3}}, "SC208", "split: 2"),
         (8, {"overlap": {"split": True}}, "SC208", "split: 2"),
     ],

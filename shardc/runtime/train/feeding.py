@@ -53,7 +53,7 @@ class Feeding:
 
     def _joined(self, batch: Parts, microbatches: int | None) -> Any:
         assert self.parts is not None
-        return self.parts.joined(batch, microbatches or self.body.microbatches)
+        return self.parts.joined(batch, microbatches or self.body.microbatches * self.body.halves)
 
     def tensors(self, batch: Any) -> Inputs:
         """The batch's tensors by input."""
