@@ -70,7 +70,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options, split: Iterabl
         attention=DivideAttention(plan.context.axis, plan.context.attention, hardware),
         keys=MergeKeys(plan.context.axis, plan.context.keys, plan.context.attention, hardware),
         assign=Assign(plan.experts.dispatch, hardware),
-        recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware),
+        recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware, halves=plan.overlap.split),
         split=SplitBatch(plan.overlap.split > 1 and bool(split), frozenset(split), hardware, by_time=not plan.symbols),
         align=Align(plan.align, hardware),
         late=LateGradients(plan.overlap.late_gradients, hardware, by_time=not plan.symbols),

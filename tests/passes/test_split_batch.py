@@ -76,7 +76,7 @@ def exposed(name: str, split: bool, sequence: bool) -> tuple[float, int, float]:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("name", ["gpt-6.7b-slice"])
+@pytest.mark.parametrize("name", ["gpt-6.7b-slice", "llama3-8b-slice"])
 def test_little_of_forward_is_exposed(name: str, sequence: bool) -> None:
     before, bare_before, peak_before = exposed(name, False, sequence)
     waits, bare, peak = exposed(name, True, sequence)
@@ -89,6 +89,12 @@ def test_little_of_forward_is_exposed(name: str, sequence: bool) -> None:
 def test_memory_is_what_ranks_hold(case: str) -> None:
     body = small(SMALL, {**MORE[case], **SPLIT}, 8).body
     assert list(memory(body).timeline) == measured(body)
+
+
+def test_a_budget_of_activations_is_for_both_halves() -> None:
+    program = small(GATED, {"mesh": "tp=2", "recompute": {"budget": 200000}, **SPLIT}, 16)
+    assert 80000 < memory(program.body, overlap=True).row("activations").most <= 200000
+    assert not any(found.code == "SC214" for found in program.diagnostics)
 
 
 def test_gathered_weights_serve_both_halves() -> None:

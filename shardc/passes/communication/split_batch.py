@@ -21,7 +21,8 @@ first leaves, as microbatches do.
 
 The order is that of a rank with a stream for compute and one a process group: of the two halves' next calls, each in
 the order of the program, the one that can start first, and of two that can, the one with less to compute until its next
-collective. A half is at most one gathered weight ahead of the other, so that no weight is held for long.
+collective. Products, attention and scans count: all else is short, and in a kernel it may take no time of its own. A half
+is at most one gathered weight ahead of the other, so that no weight is held for long.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from shardc.cost.call_seconds import NOTHING, CallCost, call_costs
+from shardc.cost.call_seconds import NOTHING, CallCost, Kind, call_costs
 from shardc.cost.flops import COUNTS
 from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info, type_of, update
 from shardc.ir.hardware import DEFAULT, Hardware
@@ -45,6 +46,7 @@ from shardc.ir.types import Atom
 from shardc.passes.base import Pass
 
 aten = torch.ops.aten
+COUNTED: tuple[Kind, ...] = ("product", "attention", "scan", "collective")
 SECOND = "/2"  # ends the names of the second half's values
 
 
@@ -66,6 +68,7 @@ class SplitBatch(Pass):
         assert graph.microbatches % HALVES == 0, f"{graph.microbatches} microbatches are no pairs"
         counted = {node: _counted(node) for node in graph.calls()}
         costs = call_costs(graph, self.hardware) if self.by_time else counted
+        costs = {node: cost if cost.kind in COUNTED else NOTHING for node, cost in costs.items()}
         return _Pairs(graph, self.inputs, costs).interleaved()
 
 

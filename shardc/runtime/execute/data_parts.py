@@ -7,8 +7,8 @@
     the global batch is  a0 a1 b0 b1 | a2 a3 b2 b3
 
 A part is cut into the microbatches, as a whole batch is; a microbatch has the slices of all parts, in the order of
-their data coordinates. So does each of two interleaved halves of a microbatch. Ranks of one data coordinate bring the same rows: those of other axes (tp, cp) take what they
-hold of them, stages of a pipeline what they read.
+their data coordinates, and so has each of two interleaved halves of it. Ranks of one data coordinate bring the same
+rows: those of other axes (tp, cp) take what they hold of them, stages of a pipeline what they read.
 """
 
 from __future__ import annotations
