@@ -1,8 +1,8 @@
 """Whole training steps at random: a real model under a random plan, with whatever of training a plan can ask for.
 
 Storage over random axes, accumulation, halves, clipping, recomputation, precision, buckets, kernels, and an optimizer,
-are drawn together; the step (loss, new parameters and state) is the single device's, and so are the loss and gradients eager
-PyTorch's.
+are drawn together; the step (loss, new parameters and state) is the single device's, and so are the loss and gradients
+eager PyTorch's.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ first leaves, as microbatches do.
 
 The order is that of a rank with a stream for compute and one a process group: of the two halves' next calls, each in
 the order of the program, the one that can start first, and of two that can, the one with less to compute until its next
-collective. Products, attention and scans count: all else is short, and in a kernel it may take no time of its own. A half
-is at most one gathered weight ahead of the other, so that no weight is held for long.
+collective. Products, attention and scans count: all else is short, and in a kernel it may take no time of its own.
+A half is at most one gathered weight ahead of the other, so that no weight is held for long.
 """
 
 from __future__ import annotations
