@@ -25,6 +25,7 @@ from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.communication.report_gathers import ReportGathers
+from shardc.passes.communication.split_batch import SplitBatch
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.context.pack_parts import PackParts
@@ -74,6 +75,7 @@ class Options:
     assign: Assign = field(default_factory=Assign)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
+    split: SplitBatch = field(default_factory=SplitBatch)
     align: Align = field(default_factory=Align)
     late: LateGradients = field(default_factory=LateGradients)
     bucket: Bucket = field(default_factory=Bucket)
@@ -117,6 +119,7 @@ def body_passes(
         Localize(),
         OnlineSoftmax(options.hardware),
         PackParts(options.hardware),
+        options.split,
     ]
 
 
@@ -152,7 +155,7 @@ def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:
 
 def _contents(graph: Graph) -> list[object]:
     """All that checks read of a graph. None of it is changed in place: another value is another object."""
-    contents: list[object] = [*graph.inputs, *graph.outputs, *graph.mesh.axes, graph.microbatches]
+    contents: list[object] = [*graph.inputs, *graph.outputs, *graph.mesh.axes, graph.microbatches, graph.halves]
     contents += (*graph.seeds, *graph.seeds.values())
     for node in graph.fx.nodes:
         contents += (node, node.target, node.args, node.kwargs, node.meta.get("shardc"))

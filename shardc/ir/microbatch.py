@@ -22,6 +22,7 @@ from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.collectives import COLLECTIVES
 
 SHARE = "loss:share"  # the input that a microbatch's loss is multiplied by, where the step's counts by tokens
+HALVES = 2  # parts that run interleaved, where a microbatch is split: `Graph.halves`
 MOST = 2**16  # microbatches of a step
 SCALE = "loss:scale"  # the state that the loss is multiplied by, where gradients are of half precision
 CACHE = "_cache."  # prefix of the buffers that a program for generation has beside the model's: keys and values
@@ -36,6 +37,14 @@ def checked_count(count: object) -> int:
         return count
     hint = "compile the program anew, and save it"
     raise error("SC402", f"a step has 1 to {MOST} microbatches, not {str(count)[:40]}", hint=hint)
+
+
+def checked_halves(halves: object) -> int:
+    """In how many interleaved parts a microbatch runs, as a file says. Raises ShardcError (SC402) where it is none."""
+    if type(halves) is int and halves in (1, HALVES):
+        return halves
+    hint = "compile the program anew, and save it"
+    raise error("SC402", f"a microbatch runs whole or in {HALVES} halves, not in {str(halves)[:40]}", hint=hint)
 
 
 def fewest_microbatches(rows: int, most: int) -> int:

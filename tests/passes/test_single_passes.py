@@ -44,6 +44,7 @@ from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.communication.report_gathers import ReportGathers
+from shardc.passes.communication.split_batch import SplitBatch
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.context.pack_parts import PackParts
@@ -135,6 +136,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "localize": Localize,
     "online_softmax": OnlineSoftmax,
     "pack_parts": PackParts,
+    "split_batch": SplitBatch,
     "align": Align,
     "overlap": Overlap,
     "late_gradients": LateGradients,

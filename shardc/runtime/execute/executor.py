@@ -60,7 +60,7 @@ class Executor:
 
     def __init__(self, program: StagedProgram, c: int, context: RankContext, rank: int, peers: PeerGroups) -> None:
         self.program, self.c, self.context, self.rank, self.peers = program, c, context, rank, peers
-        self.transfers = Transfers(peers.whole_group, peers.device, peers.limit)
+        self.transfers = Transfers(peers.directions, peers.device, peers.limit)
         self.arena = Arena(arena_plans(program, c), peers.device)
         self.body: BodyCode | None = None
         self.epilogue: EpilogueCode | None = None
@@ -188,7 +188,8 @@ class Executor:
             first = tags.get((type(i), i.peer), 0)
             tags[type(i), i.peer] = first + len(names)
             numbers = tuple(range(first, first + len(names)))
-            channel = ChannelEnd((index + offset) * STRIDE, self.peers.ranks[i.peer], numbers)
+            onward = isinstance(i, Send) == (i.peer > self.c)
+            channel = ChannelEnd((index + offset) * STRIDE, self.peers.ranks[i.peer], numbers, onward)
             if isinstance(i, Send):
                 sends.append((channel, (i.value, i.microbatch)))
             else:
