@@ -43,11 +43,20 @@ def summary(program: Program) -> list[RenderableType]:
         *divided_attention(program),
         *divided_scans(program),
         *host_reads(program),
+        *halves(program),
         *overlap(program),
         *fusion(program),
         batch_line(program),
     ]
     return [Text("\n".join(lines)), collective_table(program.collectives())]
+
+
+def halves(program: Program) -> list[str]:
+    """Whether the batch, or each microbatch, is split."""
+    body = program.body
+    what = "the batch" if body.microbatches == 1 else f"each of {body.microbatches} microbatches"
+    said = f"{what} runs in {body.halves} halves, interleaved from one collective to the next"
+    return [said] if body.halves > 1 else []
 
 
 def overlap(program: Program) -> list[str]:

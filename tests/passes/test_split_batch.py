@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardc
 from benchmarks.measured_models import SIZES
+from shardc.cli.summary import summary
 from shardc.cost.beside import beside
 from shardc.cost.memory import memory
 from shardc.ir.diagnostic import ShardcError
@@ -19,6 +20,7 @@ from shardc.ir.graph import info
 from shardc.ir.ops.collectives import all_gather
 from shardc.ir.parse import parse
 from shardc.ir.plain import graph_from_plain, graph_to_plain
+from shardc.runtime.execute.executor import _output_broadcasts
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from tests.cost.test_memory import measured
 from tests.passes.test_late_gradients import BATCH, COLUMNS, GATED, PLANS, SEQUENCE, SMALL, small
@@ -148,6 +150,29 @@ def test_state_outputs_and_draws_are_those_of_microbatches(count: int, drop: flo
 
 def _double(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.double() for name, value in batch.items()}
+
+
+class Returned(nn.Sequential):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = super().forward(x)
+        return {"loss": y.square().mean(), "largest": y.max(), "y": y}
+
+
+def test_numbers_of_the_last_stage_reach_every_rank() -> None:
+    torch.manual_seed(0)
+    model, x = Returned(*(nn.Linear(8, 8) for _ in range(4))).double(), torch.randn(8, 8).double()
+    plan = {"pipeline": {"microbatches": 2}, "outputs": {"y": "?"}, **SPLIT}
+    program = shardc.compile(model, {"x": x}, mesh="pp=2", plan=plan)
+    assert {port.name: spec.shape for port, _, spec in _output_broadcasts(program.staged)}["largest"] == (2, 2)
+    result = program.launch().step({"x": x})
+    torch.testing.assert_close(result.outputs["y"].full(), model(x)["y"].detach(), rtol=1e-12, atol=0)
+    assert set(result.scalars) == {"loss", "largest"}
+
+
+def test_the_summary_says_it() -> None:
+    text = str(summary(small(SMALL, {"mesh": "tp=2", "accumulate": 2, **SPLIT}, 8))[0])
+    assert "each of 2 microbatches runs in 2 halves" in text
+    assert "halves" not in str(summary(small(SMALL, {"mesh": "tp=2"}, 8))[0])
 
 
 def test_text_and_file_keep_the_halves() -> None:

@@ -360,7 +360,8 @@ def _output_broadcasts(program: StagedProgram) -> list[tuple[Port, int, TensorSp
     for port, value in zip(program.body.outputs, program.body.output_values, strict=True):
         type, stack = type_of(value), ()
         makers = [c for c, epilogue in enumerate(program.epilogues) if port in epilogue.update.outputs]
-        if port.role == "output" and not type.ndim and not makers:
+        is_number = type.ndim == (program.body.halves > 1)  # or two, of halves
+        if port.role == "output" and is_number and not makers:
             makers, stack = makers_of(program, port), (count,) if count > 1 else ()
         if port.role in ("loss", "output") and makers and len(makers) < len(program.coordinate_range):
             broadcasts.append((port, makers[0], TensorSpec((*stack, *type.local_shape(mesh)), type.dtype)))
