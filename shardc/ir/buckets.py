@@ -13,6 +13,7 @@ An all-reduce of a flat tensor writes its result over it: nothing else reads tha
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,11 +79,12 @@ def pieces(body: Graph) -> dict[fx.Node, Piece]:
         if (layout := layout_of(body, pack)) is None:
             continue
         members = operands(pack)
+        counts = Counter(members)
         for index, (value, lead) in enumerate(zip(members, given(pack)["leads"], strict=True)):
             call = producer(value)[0]
             if (call in early) != (pack in early):  # each microbatch has a flat tensor of its own
                 continue
-            if lead == 1 and value.op != "placeholder" and len(value.users) == 1 and members.count(value) == 1:
+            if lead == 1 and value.op != "placeholder" and len(value.users) == 1 and counts[value] == 1:
                 if call.target in INTO:
                     if INTO[call.target].anywhere:
                         piece_of[value] = Piece(layout, index, None)
