@@ -213,7 +213,7 @@ def _update(options: Options, gradients: Sequence[Tensor], held: Sequence[list[T
     # The kernel goes through memory and looks at no strides.
     plain = [[x if x.is_contiguous() else x.contiguous() for x in tensors] for tensors in every]
     torch_compat.fused_adamw(
-        *plain[1:2], plain[0], *plain[2:4], plain[4] if largest else [], steps, lr,
+        plain[1], plain[0], plain[2], plain[3], plain[4] if largest else [], steps, lr,
         betas=(options.beta1, options.beta2), weight_decay=options.weight_decay, eps=options.eps,
     )  # fmt: skip
     for tensors, changed in zip(every[1:], plain[1:], strict=True):

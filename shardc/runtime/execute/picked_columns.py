@@ -148,7 +148,9 @@ def _change(
         return (reader, _picking(chosen, column, placed)) if reader.kwargs == {"keepdim": True} else None
     if reader.target is aten.sub.Tensor and not reader.kwargs and reader.args[1] is own:
         values = reader.args[0]
-        alike = isinstance(values, fx.Node) and type_of(values).shape == type_of(own).shape
+        if not isinstance(values, fx.Node):
+            return None
+        alike = type_of(values).shape == type_of(own).shape
         column_like = type_of(chosen).shape == type_of(column).shape
         if not (alike and column_like and values.target is aten.mul.Tensor and len(values.users) == 1):
             return None
