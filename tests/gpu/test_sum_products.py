@@ -123,7 +123,7 @@ def step(program: shardc.Program, device: torch.device) -> dict[str, Tensor]:
     feeds = trainer._programs.first.feeding.feeds(program.sample, trainer.seed, trainer.steps)  # pyright: ignore[reportPrivateUsage]
     code = BodyCode(program.body, rank_context(program.mesh, 0, None), 0, device)  # type: ignore[arg-type]
     outputs: dict[Port, Tensor] = code.run(held, [{name: x.to(device) for name, x in feed.items()} for feed in feeds])
-    return {f"{port.role} {port.name}": x.cpu() for port, x in outputs.items() if x is not None}
+    return {f"{port.role} {port.name}": x.cpu() for port, x in outputs.items()}
 
 
 @pytest.mark.parametrize(("precision", "most"), [(None, 1e-4), ("bf16", 3e-2), ("fp16", 1e-2)])
