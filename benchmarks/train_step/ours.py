@@ -18,8 +18,10 @@ from benchmarks.train_step import switches
 from benchmarks.train_step.models import Batch
 from benchmarks.train_step.setting import LeftOutError, Run, Setting, optimizer_of
 from benchmarks.train_step.switches import Switch
+from shardc.ir.microbatch import before_microbatches
 
 SEQUENCE = "sequence parallelism"
+HARDWARE = {"H100": "h100-nvlink+ib", "H200": "h200-nvlink", "A100": "a100-nvlink+ib"}  # by a word of the GPU's name
 WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -54,8 +56,8 @@ def ours(setting: Setting, mesh: str, plan: Mapping[str, Any], graphs: bool = Fa
         with switch.active():
             return trainer.step(batch).loss
 
-    form = f"{program.text()}{switch.off if switch.runs else ''}"
     with switch.active():
+        form = form_of(program, switch)
         about: dict[str, object] = {
             "compile_s": round(compile_s, 1),
             "calls": sum(1 for _ in program.body.calls()),
@@ -63,11 +65,25 @@ def ours(setting: Setting, mesh: str, plan: Mapping[str, Any], graphs: bool = Fa
             "reported_peak_gib": round(program.memory().peak / 2**30, 3),
             "program": hashlib.sha256(form.encode()).hexdigest()[:16],
         }
+        if (machine := machine_of(setting)) is not None:
+            about["predicted_ms"] = round(program.predict(machine).step_ms, 2)
     return Run(step, trainer.gather_grads, close=trainer.close, about=about)
+
+
+def form_of(program: shardc.Program, switch: Switch) -> str:
+    """What a program is told apart by: its text, what runs before its microbatches, and a switch of what runs it."""
+    early = [call.name for call in before_microbatches(program.body)]
+    return "\n".join([program.text(), *sorted(early), switch.off if switch.runs else ""])
 
 
 def without(setting: Setting, form: str, switch: Switch) -> Run:
     return FORMS[form](replace(setting, switch=switch))
+
+
+def machine_of(setting: Setting) -> str | None:
+    """The hardware file of the GPU at hand, if there is one."""
+    name = torch.cuda.get_device_name() if setting.on_gpu else ""
+    return next((file for part, file in HARDWARE.items() if part in name), None)
 
 
 def alone(setting: Setting, fuse: bool = True, graphs: bool = False) -> Run:

@@ -129,17 +129,19 @@ class StepResult:
         assert len(losses) == 1 or body.is_forward_only, f"graph @{body.name} returns {len(losses)} losses"
         tensors = by_role["output"]
         numbers = {} if body.is_forward_only else {name: tensors.pop(name) for name in NUMBERS if name in tensors}
-        types = {p: type_of(v) for p, v in zip(body.outputs, body.output_values, strict=True)}
+        made = zip(body.outputs, body.output_values, strict=True)
+        types = {port: type_of(value) for port, value in made if port.role == "output"}
         model_outputs = Outputs()
         scalars: Tensors = {}
         for port, type in types.items():
-            if port.role != "output" or port.name in numbers:
+            if port.name in numbers:
                 continue
             held = tensors.get(port.name)
-            join = _joined if body.microbatches > 1 and port.name in by_row else _as_is
+            joined = (body.microbatches > 1) + (body.halves > 1)
+            join = partial(_joined, dims=joined if port.name in by_row else joined - 1)
             gather = partial(_gathered, port, held, whole, join)
             model_outputs[port.name] = Output(None if held is None else join(held), gather)
-            if not type.ndim and held is not None and not held.is_complex():
+            if type.ndim == (body.halves > 1) and held is not None and not held.is_complex():
                 scalars[port.name] = held.double().mean()
         updates = by_role["param"] | by_role["state"]
         loss = losses[0] if losses else None
@@ -155,10 +157,6 @@ def _gathered(
     return join(held)
 
 
-def _joined(value: torch.Tensor) -> torch.Tensor:
-    """An output of all microbatches, with the rows of the batch in their order."""
-    return value.flatten(0, 1)
-
-
-def _as_is(value: torch.Tensor) -> torch.Tensor:
-    return value
+def _joined(value: torch.Tensor, dims: int) -> torch.Tensor:
+    """An output of all microbatches, and their halves, with so many of its dims and the rows of the batch as one."""
+    return value.flatten(0, dims) if dims > 0 else value
