@@ -2,6 +2,7 @@
 
     python -m benchmarks.train_step --gpus 1                     the rows of part B for one GPU
     python -m benchmarks.train_step --rows tp4-gpt-6.7b-slice --contestants ours-tp dtensor-tp-sp-async
+    python -m benchmarks.train_step --gpus 2 --shares            what single passes of ours are worth
     python -m benchmarks.train_step --device cpu --tiny          a rehearsal over gloo; its times mean nothing
     python -m benchmarks.train_step --summary LINES.jsonl        ratios, bars and misses of lines that were kept
 
@@ -33,6 +34,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--gpus", type=int, choices=(1, 2, 4), help="the rows of so many GPUs")
     parser.add_argument("--rows", nargs="+", default=[], help="by name")
+    parser.add_argument("--shares", action="store_true", help="ours alone, each pass switched off, instead of part B")
     parser.add_argument("--contestants", nargs="+", default=[], help="by name; all of a row's by default")
     parser.add_argument("--optimizer", action="store_true", help="AdamW is part of the step")
     parser.add_argument("--rounds", type=int, default=3)

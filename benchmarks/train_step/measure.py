@@ -61,13 +61,13 @@ class Measured:
         self.turns = 0
         self.began, self.ranks = time.monotonic(), dist.get_world_size()
         model = (TINY_MODELS if tiny else MODELS)[row.model]
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        dtype = torch.bfloat16 if device.type == "cuda" or row.master else torch.float32
         torch.manual_seed(0)
         with device:
             state = {name: t.cpu() for name, t in model.build(dtype).state_dict().items()}
         self.batches = model.batches(LOSSES, row.sequences, device)
         self.setting = Setting(
-            model, state, self.batches[0], device, dtype, self.ranks, row.microbatches, row.optimizer
+            model, state, self.batches[0], device, dtype, self.ranks, row.microbatches, row.optimizer, row.master
         )
         clear(device)
         self.truth = self._truth()

@@ -27,7 +27,8 @@ def chosen(asked: argparse.Namespace) -> list[Row]:
         raise SystemExit(
             f"unknown: {', '.join(unknown)}; rows: {', '.join(ROWS)}; contestants: {', '.join(CONTESTANTS)}"
         )
-    rows = [ROWS[name] for name in asked.rows] or (rehearsal() if asked.tiny else list(ROWS.values()))
+    every = rehearsal() if asked.tiny else [row for row in ROWS.values() if row.of_shares == asked.shares]
+    rows = [ROWS[name] for name in asked.rows] or every
     return [row for row in rows if asked.gpus in (None, row.gpus)]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from benchmarks.train_step import context_peers, jax_peer, ours, peers, pipeline_peers, tensor_parallel_peers
+from benchmarks.train_step import context_peers, jax_peer, ours, peers, pipeline_peers, switches, tensor_parallel_peers
 from benchmarks.train_step.setting import Run, Setting
 
 CONTESTANTS: dict[str, Callable[[Setting], Run]] = {
@@ -16,6 +17,7 @@ CONTESTANTS: dict[str, Callable[[Setting], Run]] = {
     **jax_peer.CONTESTANTS,
     **pipeline_peers.CONTESTANTS,
 }
+SHARES = "shares-"
 ALONE = ("ours-fused", "compiled", "eager", "ours", "ours-fused-graphs", "jax", "autotuned")
 TENSOR = (
     *("ours-tp", "ours-tp-sp"),
@@ -37,13 +39,15 @@ EXPERTS = ("ours-ep", "ours-ep-gathered", "ours-dp", "ddp", "fsdp2")
 def later(name: str) -> bool:
     """Whether a contestant is measured when the others are done, beside the first of ours: ours in other forms, each of
     which keeps its memory of activations, and what is slow to build."""
-    return name in ("ours", "autotuned") or name.startswith("jax") or name.endswith(("-plain", "-graphs"))
+    slow = name in ("ours", "autotuned") or name.startswith("jax")
+    return slow or name in switches.OFF or name.endswith("-graphs")
 
 
 @dataclass(frozen=True)
 class Row:
-    """`batch` sequences a replica (pipelines: a microbatch); `bar` is the least ratio of the best peer's step to the
-    best of ours, `seen_ms` the best peer's step that was recorded."""
+    """`batch` sequences a replica (where there are several microbatches: one's); `bar` is the least ratio of the best
+    peer's step to the best of ours, `seen_ms` the best peer's step that was recorded. `master`: ours has parameters of
+    float32, and computes in bfloat16, on CPUs, too."""
 
     name: str
     model: str
@@ -55,6 +59,12 @@ class Row:
     microbatches: int = 1
     replicas: int = 1
     optimizer: bool = False
+    master: bool = False
+
+    @property
+    def of_shares(self) -> bool:
+        """Whether it has no peers: it tells what single passes of ours are worth."""
+        return self.name.startswith(SHARES)
 
     @property
     def sequences(self) -> int:
@@ -70,10 +80,13 @@ class Row:
 
 
 def rehearsal() -> list[Row]:
+    """Each contestant in the first row that has it, and again what it is held against there."""
     seen: set[str] = set()
     rows: list[Row] = []
     for row in (ROWS[name] for name in REHEARSED):
-        rows.append(replace(row, contestants=tuple(name for name in row.contestants if name not in seen)))
+        names = [name for name in row.contestants if name not in seen]
+        forms = {switches.OFF[name][0] for name in names if name in switches.OFF}
+        rows.append(replace(row, contestants=tuple(n for n in row.contestants if n in names or n in forms)))
         seen |= set(row.contestants)
     return rows
 
@@ -106,12 +119,39 @@ def _rows() -> list[Row]:
         Row("cp4-llama3-8b-slice", "llama3-8b-slice", 4, 1, CONTEXT),
         Row("ep4-mixtral", "mixtral", 4, 4, EXPERTS, replicas=4),
     ]
-    return [*alone, *tensor, *pipelines, *data, *rest]
+    return [*alone, *tensor, *pipelines, *data, *rest, *_shares()]
+
+
+def _shares() -> list[Row]:
+    """Ours with a pass switched off, beside the same with all of them."""
+
+    def row(name: str, model: str, gpus: int, batch: int, form: str, **more: Any) -> Row:
+        off = tuple(f"{form}-{switch}" for switch in switches.SWITCHED[form])
+        return Row(f"{SHARES}{name}", model, gpus, batch, (form, *off), **more)
+
+    gpt, slice_, llama = "gpt-1.3b", "gpt-6.7b-slice", "llama3-8b-slice"
+    rows: list[Row] = []
+    for model, batch in ((slice_, 4), (llama, 2), (gpt, 4)):
+        rows.append(row(f"tp4-{model}", model, 4, batch, "ours-tp"))
+        rows.append(row(f"sp4-{model}", model, 4, batch, "ours-tp-sp"))
+    rows.append(row(f"dp4-{slice_}", slice_, 4, 4, "ours-dp", replicas=4))
+    rows.append(row(f"zero4-{slice_}", slice_, 4, 4, "ours-zero3", replicas=4))
+    rows.append(row(f"pp4-{gpt}-m8-master", gpt, 4, 1, "ours-pp-1f1b", microbatches=8, master=True))
+    for gpus in (4, 2):
+        rows.append(
+            row(f"dp{gpus}-{gpt}-m8-master", gpt, gpus, 1, "ours-dp", microbatches=8, replicas=gpus, master=True)
+        )
+        rows.append(row(f"zero{gpus}-{gpt}-master", gpt, gpus, 4, "ours-zero3", replicas=gpus, master=True))
+    rows.append(row(f"tp2-{gpt}", gpt, 2, 4, "ours-tp"))
+    rows.append(row(f"sp2-{gpt}", gpt, 2, 4, "ours-tp-sp"))
+    return rows
 
 
 # In a rehearsal, each contestant is rehearsed once, in the first of these rows that has it.
 REHEARSED = (
     *("1-gpt2", "tp4-llama3-8b-slice", "pp4-gpt-1.3b-m8", "dp4-gpt-6.7b-slice", "zero4-gpt-6.7b-slice"),
     *("cp4-llama3-8b-slice", "ep4-mixtral"),
+    *("shares-tp4-llama3-8b-slice", "shares-sp4-llama3-8b-slice", "shares-pp4-gpt-1.3b-m8-master"),
+    *("shares-dp4-gpt-1.3b-m8-master", "shares-zero4-gpt-1.3b-master"),
 )
 ROWS = {row.name: row for row in _rows()}

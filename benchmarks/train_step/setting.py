@@ -16,6 +16,7 @@ from torch._dynamo import lookup_backend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.train_step.models import Batch, Model, skip_masks
+from benchmarks.train_step.switches import ALL_ON, Switch
 
 RATE = 1e-4
 Gradients = Mapping[str, Tensor]
@@ -35,6 +36,8 @@ class Setting:
     ranks: int
     microbatches: int = 1
     optimizer: bool = False
+    master: bool = False  # parameters and gradients of ours are of float32, and computed with in `dtype`
+    switch: Switch = ALL_ON  # which pass of ours is off
 
     @property
     def rank(self) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.train_step.switches import ALL_ON, OFF
+
 Line = dict[str, Any]
 
 
@@ -26,7 +28,7 @@ def table(lines: Sequence[Line]) -> list[str]:
             + (f": {measured[0]['device']}, torch {measured[0]['torch']}, {measured[0]['commit']}" if measured else ""),
         ]
         said += [_said(line) for line in sorted(of_row, key=lambda line: line.get("median_ms", float("inf")))]
-        said += _ratios(measured)
+        said += [*_ratios(measured), *_shares(measured)]
     return said
 
 
@@ -90,4 +92,26 @@ def _memory(own: Line, peers: Sequence[Line]) -> list[str]:
         share = own["peak_gib"] / leanest["peak_gib"]
         pair = f"{name} / {leanest['contestant']} = {share:.2f}"
         lines.insert(0, f"  memory: {pair}, bar 1.05" + ": missed" * (share > 1.05))
+    return lines
+
+
+def _shares(measured: Sequence[Line]) -> list[str]:
+    """Of each pass that was switched off, the step without it over the step with it, of the same turns."""
+    lines: list[str] = []
+    for line in measured:
+        form, switch = OFF.get(line["contestant"], ("", ALL_ON))
+        beside = [other for other in measured if other["contestant"] == form and other["turns"] == line["turns"]]
+        if not beside:
+            continue
+        ours_whole = beside[0]
+        head = f"  without {switch.off}: "
+        if line["program"] == ours_whole["program"]:
+            lines.append(f"{head}the same program")
+            continue
+        turns = [a / b for a, b in zip(line["rounds_ms"], ours_whole["rounds_ms"], strict=False)]
+        ratio, free = (line[key] / ours_whole[key] for key in ("median_ms", "free_ms"))
+        text = f"{head}{ratio:.3f} of {form}'s step ({min(turns):.3f} to {max(turns):.3f}), free {free:.3f}"
+        if "peak_gib" in line:
+            text += f", peak {line['peak_gib'] - ours_whole['peak_gib']:+.2f} GiB"
+        lines.append(text)
     return lines

@@ -12,11 +12,14 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from benchmarks.train_step import parent, peers, summary
+from benchmarks.train_step import ours, parent, peers, summary
 from benchmarks.train_step.__main__ import main, options
 from benchmarks.train_step.models import TINY_MODELS
 from benchmarks.train_step.rows import CONTESTANTS, ROWS, Row, rehearsal
-from benchmarks.train_step.setting import Setting
+from benchmarks.train_step.setting import Run, Setting
+from benchmarks.train_step.switches import OFF, SWITCHES
+from shardc.ir import microbatch
+from shardc.ir.ops.collectives import sent_at
 
 NEED_MORE = {  # than a CPU, or than what is installed
     *("ours-fused-graphs", "ours-tp-graphs", "ours-dp-graphs"),
@@ -126,3 +129,70 @@ def test_a_contestant_that_kills_its_job_leaves_the_others_lines(
     said = capsys.readouterr().out
     assert "failed: the job died (-9)" in said
     assert "dtensor-tp                     50.00 ms" in said
+
+
+def made(row: Row, contestant: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """What tells a contestant's program apart in a rehearsal of two ranks, and its calls before microbatches."""
+    model, device = TINY_MODELS[row.model], torch.device("cpu")
+    row = row.tiny(2)
+    (batch,) = model.batches(1, row.sequences, device)
+    dtype = torch.bfloat16 if row.master else torch.float32
+    found: list[tuple[str, int]] = []
+
+    def launched(setting: Setting, mesh: str, plan: Any, graphs: bool = False) -> Run:
+        program = ours.compiled(setting, mesh, plan)
+        with setting.switch.active():
+            found.append((ours.form_of(program, setting.switch), len(microbatch.before_microbatches(program.body))))
+        return Run(lambda batch: torch.zeros(()), dict)
+
+    monkeypatch.setattr(ours, "ours", launched)
+    CONTESTANTS[contestant](Setting(model, {}, batch, device, dtype, 2, row.microbatches, master=row.master))
+    return found[0]
+
+
+SHARES_REHEARSED = [(row.name, name) for row in rehearsal() if row.of_shares for name in row.contestants if name in OFF]
+
+
+@pytest.mark.parametrize(("row", "contestant"), SHARES_REHEARSED)
+def test_a_pass_that_is_switched_off_leaves_another_program(
+    row: str, contestant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, switch = OFF[contestant]
+    whole, early = made(ROWS[row], form, monkeypatch)
+    without, none_early = made(ROWS[row], contestant, monkeypatch)
+    assert whole != without
+    if "casts" in switch.off:
+        assert early > 0
+        assert none_early == 0
+
+
+def test_a_switch_is_back_when_its_contestant_has_run() -> None:
+    chunk, pieces = (4, 512, 4096), SWITCHES["no-pieces"]
+    narrowed = microbatch.narrowed_weights
+    with pieces.active(), SWITCHES["no-early-casts"].active():
+        assert sent_at(chunk, 1, 2) == 0
+        assert microbatch.narrowed_weights is not narrowed
+    assert sent_at(chunk, 1, 2) == 1
+    assert microbatch.narrowed_weights is narrowed
+
+
+def test_rows_of_shares_are_asked_for() -> None:
+    part_b = parent.chosen(options(["--gpus", "4"]))
+    shares = parent.chosen(options(["--gpus", "4", "--shares"]))
+    assert part_b
+    assert shares
+    assert not any(row.of_shares for row in part_b)
+    assert all(name.startswith("ours") for row in shares for name in row.contestants)
+    assert parent.chosen(options(["--rows", shares[0].name])) == [shares[0]]
+
+
+def test_a_pass_s_share_is_of_the_same_turns() -> None:
+    """The first turns' 30 ms are of another time than the 40 that ran beside 44."""
+    lines = [line("ours-tp", 1, 30.0, program="a", peak_gib=3.0, reported_peak_gib=3.0)]
+    lines += [line("ours-tp", 2, 40.0, again=True, program="a", peak_gib=3.0, reported_peak_gib=3.0)]
+    lines += [line("ours-tp-no-late", 2, 44.0, program="b", peak_gib=2.5, reported_peak_gib=2.5)]
+    said = summary.table(lines)
+    text = "  without late weight gradients: 1.100 of ours-tp's step (1.098 to 1.100), free 1.100, peak -0.50 GiB"
+    assert text in said, said
+    lines[-1]["program"] = "a"
+    assert "  without late weight gradients: the same program" in summary.table(lines)
