@@ -348,17 +348,6 @@ def extremes(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
     return k.kernel("fused_extremes")
 
 
-def concatenated_sums(rows: int, cols: int, dtype: torch.dtype) -> Kernel:
-    """Backward of q, k and v with one bias: three gradients side by side, and so their sums over rows."""
-    k = Draft((rows, cols))
-    parts = [k.full(dtype) for _ in range(3)]
-    sums = [k("csum", part) for part in parts]
-    walks = [AccessMap(number * cols, (3 * cols, 1)) for number in range(3)]
-    k.joined(dtype, (rows, 3 * cols), *zip(parts, walks, strict=True))
-    k.joined(torch.float32, (3 * cols,), *[(x, AccessMap(n * cols, (0, 1))) for n, x in enumerate(sums)])
-    return k.kernel("concatenated_sums")
-
-
 CORPUS: dict[str, Callable[[int, int, torch.dtype], Kernel]] = {
     build.__name__: build
     for build in (
@@ -366,6 +355,5 @@ CORPUS: dict[str, Callable[[int, int, torch.dtype], Kernel]] = {
         uneven_softmax,
         *(bias_gelu, bias_gelu_backward, swiglu_backward, rope, dropout_add, adamw, square_sum, transposed_add),
         *(accumulated_bias, dropout_add_layer_norm, dropped_softmax, channel_sums, pooled, angles, extremes),
-        concatenated_sums,
     )
 }

@@ -100,9 +100,8 @@ FLOORS: list[dict[str, str]] = [
             fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms
             fusion.clustering.cluster fusion.clustering.cluster_dag fusion.clustering.clustering
             fusion.clustering.critical_collectives fusion.clustering.excluded fusion.clustering.fusion_graph
-            fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity fusion.clustering.part_sums
-            fusion.clustering.producer_inlining fusion.clustering.rematerialize fusion.clustering.repair
-            fusion.emit fusion.emit.emit
+            fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity fusion.clustering.producer_inlining
+            fusion.clustering.rematerialize fusion.clustering.repair fusion.emit fusion.emit.emit
             fusion.emit.kernel_builder fusion.fuse fusion.lowering fusion.lowering.activations fusion.lowering.common
             fusion.lowering.concat_slice fusion.lowering.functions fusion.lowering.group_norms fusion.lowering.integers
             fusion.lowering.lower_op fusion.lowering.lowered_op fusion.lowering.lowering_cache fusion.lowering.padding

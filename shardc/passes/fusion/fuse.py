@@ -42,7 +42,6 @@ from shardc.passes.fusion.clustering.clustering import Clustering, cluster_calls
 from shardc.passes.fusion.clustering.excluded import check_excluded, excluded
 from shardc.passes.fusion.clustering.fusion_graph import build_fusion_graph
 from shardc.passes.fusion.clustering.memory_budget import MemoryBudget, allowed_peak
-from shardc.passes.fusion.clustering.part_sums import part_sums, split_part_sums
 from shardc.passes.fusion.clustering.rematerialize import FusionGroup
 from shardc.passes.fusion.clustering.repair import Kernels
 from shardc.passes.fusion.emit.emit import Emitter, is_profitable
@@ -133,8 +132,7 @@ def _rewritten(
     `operands`. It is a copy, or the given graph where nothing has to be rewritten."""
     targets = Counter([id(node.target) for node in graph.calls()])  # an op's own hash is written in Python
     is_split, is_padded = any(id(target) in targets for target in SPLIT), has_padding(targets)
-    is_summed = id(SUM) in targets and (has_channel_moments(graph) or bool(part_sums(graph, exclude)))
-    if not (is_split or is_padded or is_summed):
+    if not (is_split or is_padded or (id(SUM) in targets and has_channel_moments(graph))):
         return graph, operands
     table: dict[fx.Node, fx.Node] = {}
     graph = graph.copy(table)
@@ -143,7 +141,6 @@ def _rewritten(
     split_softmaxes(graph, exclude)
     split_group_norms(graph, exclude)
     join_channel_moments(graph, exclude)
-    split_part_sums(graph, exclude)
     if is_padded:  # calls read other values than they did
         return graph, layouts_of(graph).operands
     return graph, extended(graph, {table[value]: operand for value, operand in operands.items()})
