@@ -105,8 +105,7 @@ def test_tiny_microbatches() -> None:
     assert "products have 16 rows" in first(found)
     assert "change: fewer and larger microbatches: 64 now" in str(found)
     larger = program("dp=8", {**DP, "accumulate": 8}, rows=8 * 64 * 16, width=1024)
-    # Products add to the sums over microbatches: without starts, 64 of 16 rows take less than 8 of 128 with them.
-    assert found.causes[0].step_ms < larger.predict("h200").step_ms < found.predicted.step_ms / 5
+    assert found.causes[0].step_ms == pytest.approx(larger.predict("h200").step_ms)
     assert found.causes[0].share > 0.5
     from_file = shardc.Program.from_json(tiny.to_json()).bottlenecks("h200")
     assert from_file.predicted.step_ms == found.predicted.step_ms
