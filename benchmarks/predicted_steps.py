@@ -30,8 +30,10 @@ from benchmarks import own_steps
 from benchmarks.measured_models import SIZES
 from benchmarks.torch_pipeline import Work, step_seconds
 from shardc.cost.prediction import Prediction
-from shardc.ir.graph import Graph, ValueInfo, info, op_name, operands
+from shardc.ir.graph import Graph, ValueInfo, info, op_name, operands, type_of
 from shardc.ir.hardware import Group, Hardware
+from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
+from shardc.ir.ops.linear import LINEAR_WGRAD
 from shardc.plan.hardware import hardware
 from shardc.schedule.instructions import Backward, Forward, Send
 
@@ -202,13 +204,20 @@ def _in_one_queue(program: shardc.Program, found: Prediction, machine: Hardware)
 
 
 def with_narrow_sums(graph: Graph) -> Graph:
-    """Peers add up the gradients of microbatches in bfloat16, of losses that they have divided; a pipeline of ours in
-    float32, and it divides the sums. The graph without its casts, and without its means."""
+    """Peers add up the gradients of microbatches in bfloat16, in calls of their own, of losses that they have divided;
+    a pipeline of ours in float32, by the products, and it divides the sums. The graph with its terms as they are made,
+    and without its means."""
     copies: dict[fx.Node, fx.Node] = {}
     narrow = graph.copy(copies)
     terms = [v for port, v in zip(graph.outputs, graph.output_values, strict=True) if port.role == "sum"]
     for cast in (copies[value] for value in terms if op_name(value.target) == "_to_copy"):
         cast.replace_all_uses_with(operands(cast)[0])
+    for term in (copies[value] for value in terms if value.target is ACCUMULATE_WGRAD):
+        type, read = type_of(term), operands(term)
+        with narrow.fx.inserting_before(term):
+            made = type.with_dtype(type_of(read[0]).dtype)
+            product = narrow.call(LINEAR_WGRAD, tuple(read), like=term, type=made, assignment=info(term).assignment)
+        term.replace_all_uses_with(product)
     for port, total in zip(narrow.inputs, narrow.placeholders, strict=True):
         while port.role == "sum" and len(total.users) == 1:
             (user,) = total.users

@@ -17,7 +17,7 @@ def of_files(files: Iterable[Path]) -> list[str]:
 
 
 def table(lines: Sequence[Line]) -> list[str]:
-    """Of each row: every contestant, then the best peer's step over the best of ours."""
+    """Of each row: every contestant, then the best peer's step over each of ours."""
     said: list[str] = []
     for row in dict.fromkeys(line["row"] for line in lines if "row" in line):
         of_row = [line for line in lines if line.get("row") == row]
@@ -50,8 +50,8 @@ def ours(line: Line) -> bool:
 
 
 def _ratios(measured: Sequence[Line]) -> list[str]:
-    """The best peer's step over the best of ours. Each is first divided by the step of the same contestant of ours
-    (`anchor`) in the same turns, round by round: what was measured at another time is not compared directly."""
+    """The best peer's step over each of ours, the best first. Each is first divided by the step of the same contestant
+    of ours (`anchor`) in the same turns, round by round: what was measured at another time is not compared directly."""
     anchors = {line["turns"]: line for line in measured if ours(line) and (line["turns"] == 1 or line.get("again"))}
     first = [line for line in measured if ours(line) and line["turns"] == 1]
     anchors |= {1: first[0]} if first else {}
@@ -66,21 +66,27 @@ def _ratios(measured: Sequence[Line]) -> list[str]:
     def rounds(line: Line) -> list[float]:
         return [a / b for a, b in zip(line["rounds_ms"], anchors[line["turns"]]["rounds_ms"], strict=False)]
 
-    best, peer = (min(some, key=lambda line: over(line, "median_ms")) for some in (mine, theirs))
-    ratio, free = (over(peer, key) / over(best, key) for key in ("median_ms", "free_ms"))
-    turns = [a / b for a, b in zip(rounds(peer), rounds(best), strict=False)]
-    bar = best.get("bar")
-    verdict = "" if bar is None else f", bar {bar}: " + ("met" if ratio >= bar else f"missed by {1 - ratio / bar:.1%}")
-    pair = f"{peer['contestant']} / {best['contestant']}"
-    lines = [f"  {pair} = {ratio:.3f} ({min(turns):.3f} to {max(turns):.3f}), free {free:.3f}{verdict}"]
+    peer, lines = min(theirs, key=lambda line: over(line, "median_ms")), list[str]()
+    for own in sorted(mine, key=lambda line: over(line, "median_ms")):
+        ratio, free = (over(peer, key) / over(own, key) for key in ("median_ms", "free_ms"))
+        turns = [a / b for a, b in zip(rounds(peer), rounds(own), strict=False)]
+        bar, verdict = own.get("bar"), ""
+        if bar is not None and not lines:
+            verdict = f", bar {bar}: " + ("met" if ratio >= bar else f"missed by {1 - ratio / bar:.1%}")
+        pair = f"{peer['contestant']} / {own['contestant']}"
+        lines.append(f"  {pair} = {ratio:.3f} ({min(turns):.3f} to {max(turns):.3f}), free {free:.3f}{verdict}")
     for sequence_parallel in (False, True):
         mode = [
-            [line for line in some if ("-sp" in line["contestant"]) is sequence_parallel and "peak_gib" in line]
+            [line for line in some if _is_sequence_parallel(line) is sequence_parallel and "peak_gib" in line]
             for some in (mine, theirs)
         ]
         if mode[0]:
             lines += _memory(min(mode[0], key=lambda line: over(line, "median_ms")), mode[1])
     return lines
+
+
+def _is_sequence_parallel(line: Line) -> bool:
+    return "sp" in line["contestant"].split("-")
 
 
 def _memory(own: Line, peers: Sequence[Line]) -> list[str]:

@@ -59,6 +59,11 @@ class ValueInfo:
         """Does it run a call of forward again, or belong to such a call?"""
         return self.origin is not None and self.origin.kind == "recomputed"
 
+    @property
+    def is_repeated(self) -> bool:
+        """Does it run a call of the graph before it once more, in backward or of a second half?"""
+        return self.origin is not None and self.origin.kind in ("recomputed", "half")
+
 
 # "share" is what a microbatch's loss counts in the step's (Tokens, below). "value" and "sum" are of a pipeline's parts:
 # what one makes of a microbatch for another, and what a step adds up.

@@ -8,7 +8,8 @@ Errors (SC404) point at the character they mean and say what was expected there:
        |               ^
       hint:   did you mean %fc.mm?
 
-Ops are looked up by name (see `schema`), never imported. Lines may be broken anywhere.
+Ops are looked up by name (see `schema`), never imported. Lines may be broken anywhere. Longer than 400 lines: the
+functions of one grammar, which call each other.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ as the list says: a value from the part that makes it, its Recv or its Gather, t
 term of its sum to its last use in the update. What was sent stays until the send is waited for. Values that share
 memory count once. What is freed right after a piece of work goes inside it, and a term of a sum as soon as it is added.
 A value is an activation where a backward of the same ranks reads it, communication if it only comes or goes, or is
-gathered, else temporary.
+gathered, else temporary. Longer than 400 lines: one walk, and what each instruction does to what is held.
 """
 
 from __future__ import annotations

@@ -62,10 +62,9 @@ def _parts(call: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     for product, bias in (operands(call), operands(call)[::-1]):
         if product.target not in (LINEAR, aten.mm.default) or len(product.users) != 1:
             continue
-        sum_, type, bias_type = type_of(call), type_of(product), type_of(bias)
+        type, bias_type = type_of(product), type_of(bias)
         if (
-            sum_ == type
-            and bias_type == TensorType(type.dtype, type.dims[-1:])  # neither is a pending sum, or ragged
+            bias_type == TensorType(type.dtype, type.dims[-1:])  # neither is a pending sum, or ragged
             and TensorType(type.dtype, type.dims) == type
             and type.ndim > 1
         ):

@@ -11,6 +11,7 @@ from torch import nn
 import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.mesh import Mesh
 from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, add_wgrad, multiplies_wide, write_wgrad
 from shardc.ir.ops.linear import LINEAR_WGRAD
 from shardc.ir.parse import parse
@@ -20,6 +21,7 @@ from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.prepared_code import Routine
 from tests.api.test_weight_casts import compiled, piped
+from tests.handmade import Builder
 
 LINEARS = {f"blocks.{i}.{name}.weight" for i in range(2) for name in ("qkv", "out", "up", "down")}
 
@@ -207,3 +209,19 @@ bwd:
     batches = torch.randn(3, 2, 4, dtype=torch.float32)
     (gradient,) = code.run({"w": torch.zeros(4, 4)}, [{"x": x} for x in batches]).values()
     torch.testing.assert_close(gradient, (batches.mT @ batches).sum(0))
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+def test_a_product_that_something_else_reads_is_made_once(read_again: bool) -> None:
+    """It stays as it is: to make it in the sum, too, would be a product more."""
+    builder = Builder(Mesh())
+    g, x = (builder.input(name, "f32[8, 4]", "input") for name in ("g", "x"))
+    term = builder.call("d.w", "f32[4, 4]", LINEAR_WGRAD, g, x, phase="bwd")
+    builder.output("grad", "w", builder.call("d.w.sum", "f32[4, 4]", ACCUMULATE, term, phase="bwd"))
+    if read_again:
+        builder.output("output", "y", builder.call("y", "f32[4, 4]", torch.ops.aten.neg.default, term))
+    graph = builder.graph()
+    graph.microbatches = 2
+    after = SumProducts().run(graph)
+    products = [call for call in after.calls() if call.target in (LINEAR_WGRAD, ACCUMULATE_WGRAD)]
+    assert [call.target for call in products] == [LINEAR_WGRAD if read_again else ACCUMULATE_WGRAD]

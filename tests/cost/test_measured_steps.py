@@ -43,19 +43,20 @@ ERRORS = {
     ("megatron-core-tp gpt-6.7b-slice mb=4", 52): 0.023,
     ("torch-fsdp gpt-6.7b-slice mb=4 AdamW", 184): -0.035,
 }
+# Measured before products added their biases, which takes up to 1 % of what is predicted.
 OURS = {
     ("gpt2", "one", "h200-nvlink"): 0.018,
     ("gpt2", "dp", "h200-nvlink"): -0.037,
-    ("gpt2", "zero3", "h200-nvlink"): -0.076,
-    ("gpt-1.3b", "one", "h200-nvlink"): -0.021,
-    ("gpt-1.3b", "dp", "h200-nvlink"): -0.046,
-    ("gpt-1.3b", "zero3", "h200-nvlink"): -0.126,
+    ("gpt2", "zero3", "h200-nvlink"): -0.088,
+    ("gpt-1.3b", "one", "h200-nvlink"): -0.026,
+    ("gpt-1.3b", "dp", "h200-nvlink"): -0.051,
+    ("gpt-1.3b", "zero3", "h200-nvlink"): -0.131,
     ("gpt2", "one", "h100-nvlink+ib"): -0.103,
     ("gpt2", "dp", "h100-nvlink+ib"): -0.118,
-    ("gpt2", "zero3", "h100-nvlink+ib"): -0.248,
-    ("gpt-1.3b", "one", "h100-nvlink+ib"): -0.051,
-    ("gpt-1.3b", "dp", "h100-nvlink+ib"): -0.061,
-    ("gpt-1.3b", "zero3", "h100-nvlink+ib"): -0.071,
+    ("gpt2", "zero3", "h100-nvlink+ib"): -0.255,
+    ("gpt-1.3b", "one", "h100-nvlink+ib"): -0.058,
+    ("gpt-1.3b", "dp", "h100-nvlink+ib"): -0.072,
+    ("gpt-1.3b", "zero3", "h100-nvlink+ib"): -0.079,
 }
 QUICK = ("torch-single gpt-6.7b-slice mb=4", "torch-tp gpt-6.7b-slice mb=4")
 ROWS = {(bench.mirrored(row).name, round(row["step_ms"])): row for row in bench.rows() if not bench.why_left_out(row)}

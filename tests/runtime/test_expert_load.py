@@ -10,6 +10,10 @@ from torch import Tensor
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
+from shardc.ir.graph import info, update
+from shardc.ir.ops.expert_capacity import LIMIT_ROWS
+from shardc.ir.provenance import Derivation
+from shardc.passes.normalize.limit_experts import limits_differ
 from shardc.runtime.train.expert_load import ExpertLoad, LayerLoad
 from tests.experts import routed
 from tests.passes.test_dispatch import CHOSEN, TOKENS, Moved, mean_of_squares
@@ -140,3 +144,15 @@ def test_padding_would_take_the_room_of_tokens() -> None:
     (wrong,) = refused.value.diagnostics
     assert wrong.code == "SC548"
     assert wrong.hint == "write capacity: exact; or leave pad out: a program a shape"
+
+
+def test_rows_that_only_ranks_limit_are_a_fault() -> None:
+    """But for calls that run one of them again."""
+    ids = torch.zeros(4, TOKENS, CHOSEN).long()
+    limited, free = (trainer(LAID["sent"], ids, **capacity) for capacity in ({"capacity": 2.0}, {}))
+    assert limits_differ(free.body, free.body) == []
+    (fault,) = limits_differ(free.body, limited.body)
+    assert fault.endswith("limits rows, and not on one device")
+    (limit,) = limited.body.calls_of(LIMIT_ROWS)
+    update(limit, origin=Derivation("half", info(limit).name))
+    assert limits_differ(free.body, limited.body) == []

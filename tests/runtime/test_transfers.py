@@ -9,7 +9,8 @@ import torch
 
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.runtime.execute import transfers
-from shardc.runtime.execute.transfers import ChannelEnd, TensorSpec, Transfers
+from shardc.runtime.execute.transfers import ChannelEnd, TensorSpec, Transfers, goes_onward
+from shardc.schedule.instructions import Recv, Send
 from shardc.schedule.lists import SENDS_IN_FLIGHT
 
 
@@ -138,3 +139,9 @@ def test_a_send_alone_waits_for_its_own_direction(monkeypatch: pytest.MonkeyPatc
     assert transport.waited == ["batch 0"]
     gradient.wait()
     assert transport.waited == ["batch 0", "batch 1"]
+
+
+@pytest.mark.parametrize(("sender", "receiver", "onward"), [(0, 1, True), (1, 0, False), (3, 0, False), (0, 3, True)])
+def test_both_ends_know_the_direction(sender: int, receiver: int, onward: bool) -> None:
+    assert goes_onward(Send("x", 0, receiver), sender) is onward
+    assert goes_onward(Recv("x", 0, sender), receiver) is onward

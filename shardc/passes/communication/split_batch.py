@@ -85,26 +85,26 @@ def calls_by_name(graph: Graph) -> dict[str, fx.Node]:
 
 
 class _Pairs:
-    """`after` is the graph that is made. `made` has the copies of a node in it: the first half's and the second's."""
+    """`after` is the graph that is made. `copies` has those of a node in it: the first half's and the second's."""
 
     def __init__(self, graph: Graph, inputs: frozenset[str], costs: Mapping[fx.Node, CallCost]) -> None:
         self.graph, self.split, self.costs = graph, inputs, costs
         self.alone = graph.microbatches == HALVES  # no other microbatches
         self.inside, early = in_microbatch(graph), before_microbatches(graph)
         nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
-        self.left = self._left_in_buffers()
-        self.own: dict[fx.Node, None] = {}  # the calls that each half has of its own
-        of_half = {node for port, node in self._inputs() if self._is_fed(port) or node in self.left}
+        self.carried = self._carried_in_buffers()
+        self.of_each: dict[fx.Node, None] = {}  # the calls that each half has of its own
+        of_half = {node for port, node in self._inputs() if self._is_fed(port) or node in self.carried}
         for node in nodes:
             if node in self.inside and node.target is not ACCUMULATE and not of_half.isdisjoint(node.all_input_nodes):
-                self.own[node] = None
+                self.of_each[node] = None
                 of_half.add(node)
         self.sums = [node for node in nodes if node.target is ACCUMULATE]
         self.early = [node for node in nodes if node in early and not self.alone]
         self.once = [node for node in nodes if node not in self.inside and node not in early]
-        self.shared = {node for node in nodes if node in self.inside | early} - {*self.own, *self.sums, *self.early}
+        self.shared = {node for node in nodes if node in self.inside | early} - {*self.of_each, *self.sums, *self.early}
         self.after, self.inputs = graph.emptied()
-        self.made = {node: (copy, copy) for node, copy in self.inputs.items()}
+        self.copies = {node: (copy, copy) for node, copy in self.inputs.items()}
         self.done = set(self.inputs)  # of which all copies are there
 
     def _inputs(self) -> Iterable[tuple[Port, fx.Node]]:
@@ -116,11 +116,11 @@ class _Pairs:
     def _is_fed(self, port: Port) -> bool:
         return port.role in GIVEN and (port.role != "input" or port.name in self.split)
 
-    def _left_in_buffers(self) -> dict[fx.Node, fx.Node]:
+    def _carried_in_buffers(self) -> dict[fx.Node, fx.Node]:
         """By buffer, what a microbatch leaves in it: the next one starts from that."""
         inputs = self.graph.input_nodes()
-        left = {inputs[port.name]: value for port, value in self._outputs() if port.role == "buffer"}
-        return {node: value for node, value in left.items() if value is not node}
+        carried = {inputs[port.name]: value for port, value in self._outputs() if port.role == "buffer"}
+        return {node: value for node, value in carried.items() if value is not node}
 
     # ------------------------------------------------------------------ the graph
     def interleaved(self) -> Graph:
@@ -131,7 +131,7 @@ class _Pairs:
                 self._divide(node)
         reduced = [node for node in self.once if self.alone and info(node).phase != "opt"]
         waiting = {*self.sums, *reduced}
-        for node, half in order_of(list(self.own), self.shared, self.left, self.costs):
+        for node, half in order_of(list(self.of_each), self.shared, self.carried, self.costs):
             self._append(node, half)
             if half:
                 self._append_ready(node, waiting)
@@ -155,17 +155,17 @@ class _Pairs:
         copy = self._sum(node) if node.target is ACCUMULATE else self.after.append_copy(node, table)
         if half:
             set_info(copy, self._of_second(info(node)))
-        self.made[node] = (self.made[node][0] if half else copy, copy)
-        if half or node not in self.own:
+        self.copies[node] = (self.copies[node][0] if half else copy, copy)
+        if half or node not in self.of_each:
             self.done.add(node)
 
     def _read(self, source: fx.Node, half: int) -> fx.Node:
         """What a half reads where the graph of a microbatch reads `source`."""
-        if half and source in self.left:
-            source, half = self.left[source], 0
+        if half and source in self.carried:
+            source, half = self.carried[source], 0
         if source in self.shared and source not in self.done:
             self._append(source)
-        return self.made[source][half]
+        return self.copies[source][half]
 
     def _divide(self, node: fx.Node) -> None:
         """An input of a microbatch as one of two, and each half's part of it."""
@@ -183,7 +183,7 @@ class _Pairs:
             for half in range(HALVES)
         )
         set_info(second, replace(info(second), name=f"{info(first).name}{SECOND}"))
-        self.made[node] = (first, second)
+        self.copies[node] = (first, second)
 
     def _of_second(self, about: ValueInfo) -> ValueInfo:
         """The info of a call of the second half; what it computes again is the second half's."""
@@ -210,7 +210,7 @@ class _Pairs:
             each = value in self.inside and port.role == "output"
             read = [self._read(value, half) for half in range(HALVES)]
             returned.append(self._stack(value, read) if each else read[1] if port.role == "buffer" else read[0])
-        table = {node: copies[0] for node, copies in self.made.items()} | self.inputs
+        table = {node: copies[0] for node, copies in self.copies.items()} | self.inputs
         self.after.finish_copy(self.graph, table)
         self.after.output_node.args = (tuple(returned),)
         self.after.microbatches, self.after.halves = self.graph.microbatches // HALVES, HALVES
@@ -228,29 +228,32 @@ class _Pairs:
 
 # ---------------------------------------------------------------------- the order
 def order_of(
-    own: Sequence[fx.Node], shared: set[fx.Node], left: Mapping[fx.Node, fx.Node], costs: Mapping[fx.Node, CallCost]
+    calls: Sequence[fx.Node],
+    shared: set[fx.Node],
+    carried: Mapping[fx.Node, fx.Node],
+    costs: Mapping[fx.Node, CallCost],
 ) -> Iterator[tuple[fx.Node, int]]:
-    """Each half's calls, `own` in the order of the program, interleaved: calls with the half that runs them.
+    """Each half's calls, `calls` in the order of the program, interleaved: calls with the half that runs them.
 
-    `shared` are calls that both halves read, `left` says what the second reads in the place of a buffer.
+    `shared` are calls that both halves read, `carried` says what the second reads in the place of a buffer.
     """
-    levels, until = _levels(own, shared), _until_collective(own, costs)
+    levels, until = _levels(calls, shared), _until_collective(calls, costs)
     at, now = [0] * HALVES, 0.0
     ready: dict[tuple[fx.Node, int], float] = {}
     free: dict[str, float] = {}
 
     def start(half: int) -> float:
         begins = now
-        for source in own[at[half]].all_input_nodes:
-            key = (left[source], 0) if half and source in left else (source, half)
+        for source in calls[at[half]].all_input_nodes:
+            key = (carried[source], 0) if half and source in carried else (source, half)
             begins = max(begins, ready.get(key, 0.0 if key[0] not in mine else math.inf))
         return begins
 
-    mine = set(own)
-    while min(at) < len(own):
-        may = [h for h in range(HALVES) if at[h] < len(own) and _may_go(levels, at[h], at[1 - h])]
+    mine = set(calls)
+    while min(at) < len(calls):
+        may = [h for h in range(HALVES) if at[h] < len(calls) and _may_go(levels, at[h], at[1 - h])]
         half = min(may, key=lambda h: (start(h), until[at[h]], h))
-        node = own[at[half]]
+        node = calls[at[half]]
         begins, cost = start(half), costs.get(node, NOTHING)
         if node.target in COLLECTIVES:
             now += cost.before
@@ -266,7 +269,7 @@ def _may_go(levels: Sequence[int], place: int, other: int) -> bool:
     return other == len(levels) or levels[place] <= levels[other] + 1
 
 
-def _levels(own: Sequence[fx.Node], shared: set[fx.Node]) -> list[int]:
+def _levels(calls: Sequence[fx.Node], shared: set[fx.Node]) -> list[int]:
     """By call, how many times it or one before it was the first to read what collectives bring for both halves."""
     levels, level, seen = list[int](), 0, set[fx.Node]()
 
@@ -277,18 +280,18 @@ def _levels(own: Sequence[fx.Node], shared: set[fx.Node]) -> list[int]:
         brought = [brings(source) for source in node.all_input_nodes]
         return node.target in COLLECTIVES or any(brought)
 
-    for node in own:
+    for node in calls:
         brought = [brings(source) for source in node.all_input_nodes]
         level += any(brought)
         levels.append(level)
     return levels
 
 
-def _until_collective(own: Sequence[fx.Node], costs: Mapping[fx.Node, CallCost]) -> list[float]:
+def _until_collective(calls: Sequence[fx.Node], costs: Mapping[fx.Node, CallCost]) -> list[float]:
     """By call, the seconds of compute from it to the next collective."""
-    left, seconds = [0.0] * len(own), 0.0
-    for place in reversed(range(len(own))):
-        node = own[place]
+    until, seconds = [0.0] * len(calls), 0.0
+    for place in reversed(range(len(calls))):
+        node = calls[place]
         seconds = 0.0 if node.target in COLLECTIVES else seconds + costs.get(node, NOTHING).seconds
-        left[place] = seconds
-    return left
+        until[place] = seconds
+    return until

@@ -35,7 +35,7 @@ from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.peer_groups import PeerGroups
 from shardc.runtime.execute.stage_code import GraphCode, StepState, add_terms_early
 from shardc.runtime.execute.step_epilogue import EpilogueCode, Outputs, blame_failures
-from shardc.runtime.execute.transfers import ChannelEnd, Clock, PendingReceive, TensorSpec, Transfers
+from shardc.runtime.execute.transfers import ChannelEnd, Clock, PendingReceive, TensorSpec, Transfers, goes_onward
 from shardc.schedule.instructions import (
     COMPUTE,
     TRANSFER,
@@ -188,8 +188,8 @@ class Executor:
             first = tags.get((type(i), i.peer), 0)
             tags[type(i), i.peer] = first + len(names)
             numbers = tuple(range(first, first + len(names)))
-            onward = isinstance(i, Send) == (i.peer > self.c)
-            channel = ChannelEnd((index + offset) * STRIDE, self.peers.ranks[i.peer], numbers, onward)
+            peer, onward = self.peers.ranks[i.peer], goes_onward(i, self.c)
+            channel = ChannelEnd((index + offset) * STRIDE, peer, numbers, onward)
             if isinstance(i, Send):
                 sends.append((channel, (i.value, i.microbatch)))
             else:

@@ -88,14 +88,12 @@ def feeds(
 
 def halved(graph: Graph, feed: Feed, split: Collection[str]) -> list[Feed]:
     """The inputs of each half of a microbatch; `split` are those that are split into microbatches."""
-    return (
-        [
-            {name: value.chunk(graph.halves)[half] if name in split else value for name, value in feed.items()}
-            for half in range(graph.halves)
-        ]
-        if graph.halves > 1
-        else [feed]
-    )
+    if graph.halves == 1:
+        return [feed]
+    return [
+        {name: value.chunk(graph.halves)[half] if name in split else value for name, value in feed.items()}
+        for half in range(graph.halves)
+    ]
 
 
 def _keys(key: torch.Tensor, microbatch: int, halves: int) -> torch.Tensor:

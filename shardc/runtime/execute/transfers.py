@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from shardc.ir.ops.scaled import FP8
 from shardc.runtime.execute.monitor import RunMonitor
+from shardc.schedule.instructions import Recv, Send
 from shardc.schedule.lists import SENDS_IN_FLIGHT
 
 
@@ -78,6 +79,11 @@ class _PendingSends(NamedTuple):
     works: Sequence[Any]
     counters: tuple[int, ...]
     tensors: list[torch.Tensor]  # kept alive until they are sent
+
+
+def goes_onward(transfer: Send | Recv, c: int) -> bool:
+    """Whether a transfer of coordinate `c`'s list brings a value to a coordinate behind its sender's."""
+    return isinstance(transfer, Send) == (transfer.peer > c)
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

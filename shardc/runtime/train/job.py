@@ -131,9 +131,9 @@ class Job:
             *(mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program), known, twice.values()),
             pipelines,
         )
-        own = pipelines[self.i]
-        back = self.comm.back.get(tuple(sorted(own)))
-        self.links = PeerGroups(own, self.comm.group, self.device, member.limit, back)
+        pipeline = pipelines[self.i]
+        back = self.comm.back.get(tuple(sorted(pipeline)))
+        self.links = PeerGroups(pipeline, self.comm.group, self.device, member.limit, back)
         if member.on_gpu:
             self.links.connect(program, self.c)
         context = rank_context(mesh, self.i, self.comm)

@@ -129,8 +129,8 @@ class StepResult:
         assert len(losses) == 1 or body.is_forward_only, f"graph @{body.name} returns {len(losses)} losses"
         tensors = by_role["output"]
         numbers = {} if body.is_forward_only else {name: tensors.pop(name) for name in NUMBERS if name in tensors}
-        made = zip(body.outputs, body.output_values, strict=True)
-        types = {port: type_of(value) for port, value in made if port.role == "output"}
+        returned = zip(body.outputs, body.output_values, strict=True)
+        types = {port: type_of(value) for port, value in returned if port.role == "output"}
         model_outputs = Outputs()
         scalars: Tensors = {}
         for port, type in types.items():

@@ -128,8 +128,8 @@ class Steps:
         rows = next(
             (leaf.shape[0] for _, leaf in leaves_of(host[0]) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0
         )
-        own = not rows or (parts.halves > 1 and rows == parts.rows * parts.microbatches)
-        return feeding.given(host, None if own else fewest_microbatches(rows, parts.rows))
+        as_compiled = not rows or (parts.halves > 1 and rows == parts.rows * parts.microbatches)
+        return feeding.given(host, None if as_compiled else fewest_microbatches(rows, parts.rows))
 
     def _brought(self, shapes: Shapes) -> Shapes:
         """The shapes of what this rank brings of a batch of these."""
