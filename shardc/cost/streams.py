@@ -98,11 +98,17 @@ def steps_of(graph: Graph) -> Steps:
     return Steps(nodes, before, repeated, [a for a in actions if a.at >= last], added)
 
 
-def run(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware, products: float = 1.0) -> Timed:
+def run(
+    graph: Graph,
+    costs: Mapping[fx.Node, CallCost],
+    hardware: Hardware,
+    products: float = 1.0,
+    steps: Steps | None = None,
+) -> Timed:
     """One run of a localized graph by one rank, all its microbatches, from an empty queue. Products take `products`
-    times as long as their costs say."""
+    times as long as their costs say. `steps` are the graph's, if they are known."""
     streams = _Streams(costs, hardware, products)
-    steps = steps_of(graph)
+    steps = steps_of(graph) if steps is None else steps
     streams.do(steps, steps.before, -1)
     for microbatch in range(graph.microbatches if steps.repeated else 0):
         streams.do(steps, steps.repeated, microbatch)

@@ -11,6 +11,7 @@ so does the bucket that such casts are packed into. All else runs once, at the e
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 
 from torch import fx
@@ -26,6 +27,7 @@ HALVES = 2  # parts that run interleaved, where a microbatch is split: `Graph.ha
 MOST = 2**16  # microbatches of a step
 SCALE = "loss:scale"  # the state that the loss is multiplied by, where gradients are of half precision
 CACHE = "_cache."  # prefix of the buffers that a program for generation has beside the model's: keys and values
+NEVER_NARROWED = frozenset((*SUMS, *COLLECTIVES, operator.getitem))
 GIVEN: tuple[Role, ...] = ("input", "seed", "share")  # inputs that each microbatch is given
 FED: tuple[Role, ...] = (*GIVEN, "buffer")  # inputs that a microbatch has of its own
 MADE: tuple[Role, ...] = ("output", "buffer")  # and outputs
@@ -70,16 +72,19 @@ def narrowed_weights(graph: Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     weights = {node for port, node in ports if port.role == "param"}
     among, returned = set(nodes), {producer(value)[0] for value in graph.output_values}
     narrowed: set[fx.Node] = set()
-    for call in graph.calls():
-        if call not in among or call in returned or call.target in (*SUMS, *COLLECTIVES):
+    todo = [user for node in weights for user in node.users]
+    while todo:
+        call = todo.pop()
+        if call not in among or call in narrowed or call in returned or call.target in NEVER_NARROWED:
             continue
         read = dict.fromkeys(operands(call))
-        if read and all(value in weights for value in read):
+        if all(value in weights for value in read):
             made = [value for value in results(call) if value is not None]
             packs = call.target is PACK and any(producer(value)[0] in narrowed for value in read)
             if packs or _bytes(graph, made) < _bytes(graph, read):
                 narrowed.add(call)
                 weights.update(made)
+                todo += [user for value in made for user in value.users]
     return narrowed
 
 

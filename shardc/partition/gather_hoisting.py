@@ -12,6 +12,7 @@ that these depend on, and calls on their results that need no more memory than t
 the calls on them, are merged with equal ones of forward; the instruction list decides whether a parameter is regathered
 in between. Where the body keeps forward's gathered value for backward (storage's `regather: false`, and casts of master
 copies under ZeRO-1 and 2), it is never regathered, and what is only cast is never cast again: these are `params0.kept`.
+So are weights that forward alone reads, as an embedding's, where backward gathers none again.
 
 Profit and cost: gathered within the parts, a parameter would be sent once a microbatch in each direction, and held
 layer by layer. Hoisted, it is sent once a visit of the stage, but all parameters of the stage are held together. Stages
@@ -65,7 +66,8 @@ def hoisted_calls(analysis: StepAnalysis) -> set[fx.Node]:
 
 
 def merge_gathers(graph: Graph) -> frozenset[fx.Node]:
-    """Merge backward's gathers into equal ones of forward. Returns forward's gathers that backward already read."""
+    """Merge backward's gathers into equal ones of forward. Returns forward's gathers that stay gathered: those that
+    backward already read, and if there were no others in backward, those that forward alone reads."""
     analysis = StepAnalysis(graph)
     hoisted = hoisted_calls(analysis)
     read_by_backward = {
@@ -73,6 +75,8 @@ def merge_gathers(graph: Graph) -> frozenset[fx.Node]:
         for call in hoisted
         if info(call).phase == "fwd" and any(user in analysis.backward for v in result_values(call) for user in v.users)
     }
+    again = any(info(call).phase == "bwd" and call.target in COLLECTIVES for call in hoisted)
+    stays = {c for c in hoisted if info(c).phase == "fwd"} if read_by_backward and not again else read_by_backward
     first: dict[tuple[object, ...], fx.Node] = {}
     for call in [call for call in analysis.calls if call in hoisted and info(call).type is not None]:
         key = (call.target, repr(call.args), repr(sorted(call.kwargs.items())), type_of(call))
@@ -81,7 +85,7 @@ def merge_gathers(graph: Graph) -> frozenset[fx.Node]:
             call.replace_all_uses_with(original)
             graph.activations = {name: original if v is call else v for name, v in graph.activations.items()}
             graph.fx.erase_node(call)
-    return frozenset(read_by_backward - (hoisted - set(graph.fx.nodes)))
+    return frozenset(stays - (hoisted - set(graph.fx.nodes)))
 
 
 def group_gathers(

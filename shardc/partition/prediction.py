@@ -21,7 +21,7 @@ from shardc.cost.flops import flops
 from shardc.cost.prediction import ExposedTime, Prediction
 from shardc.cost.prediction_trace import body_trace, pipeline_trace
 from shardc.cost.profile import CallTime
-from shardc.cost.streams import Timed, run
+from shardc.cost.streams import Steps, Timed, run, steps_of
 from shardc.ir.graph import Graph, Phase, info, type_of
 from shardc.ir.hardware import Group, Hardware
 from shardc.ir.layers import in_every_layer
@@ -49,6 +49,7 @@ class _Predictor:
         self.products = 1.0  # how many times as long as by the table products take
         self._costs: dict[Graph, dict[fx.Node, CallCost]] = {}
         self._timed: dict[Graph, Timed] = {}
+        self._steps: dict[Graph, Steps] = {}
         self._work: dict[int, dict[Send, Instruction]] = {}  # by coordinate, what it computes last before each send
 
     def _step(self) -> tuple[float, int, Timeline | None, Costs | None]:
@@ -118,7 +119,9 @@ class _Predictor:
 
     def timed(self, graph: Graph) -> Timed:
         if graph not in self._timed:
-            self._timed[graph] = run(graph, self.costs_of(graph), self.hardware, self.products)
+            if graph not in self._steps:
+                self._steps[graph] = steps_of(graph)
+            self._timed[graph] = run(graph, self.costs_of(graph), self.hardware, self.products, self._steps[graph])
         return self._timed[graph]
 
     def _graph_runs(self, c: int) -> Mapping[Graph, int]:

@@ -33,8 +33,10 @@ from shardc.planner.small_program import Subject, elements_a_row, resized
 from shardc.planner.space import Limits
 from shardc.planner.step_costs import estimate
 
-MOST_STAGES = 8  # of a program that is compiled to confirm a plan: each has a layer
-MOST_LAYERS = 4  # of a model that is compiled whole
+MOST_STAGES = 8  # of a program that is compiled to confirm a plan
+STAGE_LAYERS = 2  # of each of its stages
+MOST_LAYERS = 4  # of a model that is compiled whole, and the least of one that is not
+MORE = 2  # plans that are compiled as they come first
 DEFAULT_PRECISION = "bf16"
 SHOWN_OTHERS = 6
 
@@ -75,7 +77,8 @@ def autoplan(
     precision  what to compute in where `keep` does not say: "bf16", "fp16", or None for the model's own dtypes
     reduce     dtypes that gradients may be summed in, beside the plan's own: ["bf16"] sends less, sums otherwise
     top        how many plans
-    confirm    so many of the best are compiled, with a layer a stage, and ranked by that program's prediction
+    confirm    so many of the best are compiled, with two layers a stage, and ranked by that program's prediction; if
+               another plan is the first then, it is compiled as well
 
     Raises ShardcError: SC250 where no plan fits, SC251 for ranks or rows that cannot be planned for, SC208 for unknown
     hardware, and what `compile` raises for a model that it cannot trace.
@@ -197,10 +200,17 @@ class _Ranker:
 
     def ranking(self, top: int, confirm: int) -> Ranking:
         best = self._distinct(top)
-        confirmed = [self._confirmed(p) for p in best[:confirm]]
-        scale = next((seconds / p.seconds for p, (seconds, _, _) in zip(best, confirmed, strict=False)), 1.0)
-        rows = [(p, *(confirmed[i] if i < confirm else self._extrapolated(p, scale))) for i, p in enumerate(best)]
-        rows.sort(key=lambda row: (row[2] > self.limits.memory, row[1]))
+        confirmed = {p.candidate: self._confirmed(p) for p in best[:confirm]}
+        scale = next((confirmed[p.candidate][0] / p.seconds for p in best[:confirm]), 1.0)
+
+        def ordered() -> list[tuple[Priced, float, int, str]]:
+            rows = [(p, *(confirmed.get(p.candidate) or self._extrapolated(p, scale))) for p in best]
+            return sorted(rows, key=lambda row: (row[2] > self.limits.memory, row[1]))
+
+        rows = ordered()
+        while confirmed and (first := rows[0][0]).candidate not in confirmed and len(confirmed) < confirm + MORE:
+            confirmed[first.candidate] = self._confirmed(first)
+            rows = ordered()
         leader = rows[0][0]
         plans = [self._of(*row, self._reason(row[0], leader) if row[0] is not leader else "") for row in rows]
         others = [
@@ -268,12 +278,13 @@ class _Ranker:
         return plan.model_copy(update={"hardware": self.subject.kept.hardware})
 
     def _confirmed(self, p: Priced) -> tuple[float, int, str]:
-        """The plan compiled for a model of one layer a stage, or for the whole of a small one; and what its prediction
-        says of the closed form."""
+        """The plan compiled for a model of a few layers a stage, or for the whole of a small one; and what its
+        prediction says of the closed form."""
         subject, c = self.subject, p.candidate
         layers = sum(run.count for run in subject.runs)
-        few = max(KEPT, -(-c.stages // max(1, len(subject.runs))))
-        whole = layers <= MOST_LAYERS or not subject.runs
+        most = max(MOST_LAYERS, STAGE_LAYERS * c.stages)
+        few = max(KEPT, -(-most // max(1, len(subject.runs))))
+        whole = layers <= MOST_LAYERS or all(run.count <= few for run in subject.runs)
         if c.stages > MOST_STAGES:
             seconds, peak, basis = self._extrapolated(p, 1.0)
             return seconds, peak, f"{basis}; not compiled in its {c.stages} stages"
@@ -293,9 +304,14 @@ class _Ranker:
         assert isinstance(costs, LayerCosts), "a candidate that was priced has compiled layers"
         runs = costs.runs if whole else tuple((part, min(few, count)) for part, count in costs.runs)
         closed = estimate(c, dataclasses.replace(costs, runs=runs), subject.hardware, subject.numbers)
-        # Stages of so few layers are cut within layers, so they are even; the closed form cuts between layers.
-        even = closed.seconds if whole else closed.seconds - closed.uneven
-        seconds = p.seconds * prediction.step_ms / 1e3 / even
+        if whole:
+            seconds = prediction.step_ms / 1e3
+        else:
+            # Stages of so few layers are more or less even than those of all: compared is what ranks do. It differs by
+            # what each layer takes, and by what there is once: which of both, one program does not tell.
+            busy, expected = (1 - prediction.bubble) * prediction.step_ms / 1e3, closed.seconds - closed.idle
+            by_layer = (p.seconds - p.estimate.idle) * (busy / expected - 1)
+            seconds = p.seconds + (by_layer + busy - expected) / 2
         peak = round(p.estimate.memory.total + prediction.peak_bytes - closed.memory.total)
         said = "the whole model" if whole else f"{few} of {layers} equal layers, and extrapolated to all"
         return seconds, peak, f"compiled and predicted as a step of {said}"

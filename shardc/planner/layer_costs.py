@@ -38,15 +38,18 @@ EXPERTS = "ep"
 class Part:
     """A layer, or what comes before or after all layers: of one microbatch on one rank, seconds and bytes.
 
-    `sent` are the seconds that it waits for collectives, within `forward` and `backward`; `late` those of
-    weights' gradients, which a schedule may put off, within `backward`. `weights` are elements of parameters, `own`
-    those that are placed over the experts' axis, which no other rank of it has. `boundary` are bytes that a cut after
-    the part sends.
+    `sent` are the seconds that it waits for collectives, within `forward` and `backward`, `products` those of products
+    at their rate of the hardware's table, which power limits over a whole step; `late` those of weights' gradients,
+    which a schedule may put off, within `backward`; `host` those that the host takes to issue the part's calls, at the
+    same time. `weights` are elements of parameters, `own` those that are placed
+    over the experts' axis, which no other rank of it has. `boundary` are bytes that a cut after the part sends.
     """
 
     forward: float = 0.0
     backward: float = 0.0
     sent: float = 0.0
+    products: float = 0.0
+    host: float = 0.0
     late: float = 0.0
     recomputed: float = 0.0
     flops: float = 0.0
@@ -191,11 +194,14 @@ class _Reader:
         spans = run(self.body, self.costs, self.hardware).spans
         sending = Covered((span.start, span.end) for span in spans if span.stream != COMPUTE)
         for span in spans:
-            if span.microbatch != 0 or span.stream != COMPUTE:
+            if span.stream != COMPUTE:
+                continue
+            seconds, last = span.end - last, span.end
+            if span.microbatch != 0:
                 continue
             call = named.get(span.name) or named[span.name.rpartition(".")[0]]
             part, about = self.parts[self.part_of[call]], info(call)
-            seconds, last = span.end - last, span.end
+            part.products += span.end - span.start if span.kind == "product" else 0.0
             if about.phase == "fwd":
                 part.forward += seconds
             else:
@@ -207,6 +213,7 @@ class _Reader:
 
     def _count(self, call: fx.Node, cost: CallCost) -> None:
         part = self.parts[self.part_of[call]]
+        part.host += max(self.hardware.call_seconds, cost.issuing, self.hardware.kernel_launch_seconds * cost.launches)
         part.flops += 0 if info(call).is_recomputed else node_flops(self.body, call)
         if cost.moved is not None:
             self.sent[".".join(cost.moved.axes)] += cost.total

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.hardware import Hardware
 from shardc.planner.candidate import Candidate
 from shardc.planner.inner import Inner
 from shardc.planner.layer_costs import LayerCosts, Part
@@ -79,7 +80,7 @@ def search(subject: Subject, limits: Limits, top: int = 1) -> Outcome:
             outcome.refused[inner] = first
             continue
         costs = derived(first, inner, base)
-        work = _work(costs.total())
+        work = _least_work(costs.total(), subject.hardware)
         near = [c for c in members if least_seconds(c, work) <= best * FAR]
         outcome.far += len(members) - len(near)
         priced[inner] = _priced(subject, near, costs, guess=True)
@@ -89,11 +90,15 @@ def search(subject: Subject, limits: Limits, top: int = 1) -> Outcome:
         )
         best = min(best, fastest)
         heapq.heappush(guesses, (fastest, number, inner))
-    best, meshes = math.inf, set[object]()
+    best, meshes, fastest_of = math.inf, set[object](), dict[Inner, float]()
     while guesses and guesses[0][0] < math.inf:
         if guesses[0][0] > best * (1 + SLACK) and len(meshes) >= top:
             break
-        _, _, inner = heapq.heappop(guesses)
+        guess, number, inner = heapq.heappop(guesses)
+        # Without sequence parallelism as much is sent, and more is computed.
+        if (twin := fastest_of.get(replace(inner, sequence=True), 0.0)) > guess and not inner.sequence:
+            heapq.heappush(guesses, (twin, number, inner))
+            continue
         costs = subject.costs(inner)
         if isinstance(costs, ShardcError):
             outcome.refused[inner] = costs
@@ -101,7 +106,8 @@ def search(subject: Subject, limits: Limits, top: int = 1) -> Outcome:
         compiled = _priced(subject, [p.candidate for p in priced[inner]], costs)
         compiled += _varied(subject, limits, compiled, costs, best)
         outcome.priced += compiled
-        best = min(best, best_of(compiled, limits.memory))
+        fastest_of[inner] = best_of(compiled, limits.memory)
+        best = min(best, fastest_of[inner])
         meshes |= {kind_of(p.candidate) for p in compiled if p.estimate.memory.total <= limits.memory}
     outcome.guessed = [p for _, _, inner in guesses for p in priced[inner]]
     outcome.compiles = subject.compiles
@@ -141,8 +147,9 @@ def least_seconds(c: Candidate, work: float) -> float:
     return work * (c.microbatches + bubble) / c.pp
 
 
-def _work(part: Part) -> float:
-    return part.forward + part.backward
+def _least_work(part: Part, hardware: Hardware) -> float:
+    """Seconds of a microbatch, its products as fast as power lets them be."""
+    return part.forward + part.backward - (1 - 1 / hardware.tables.power.most) * part.products
 
 
 def _streams(subject: Subject, inner: Inner) -> bool:
@@ -172,9 +179,10 @@ def derived(costs: LayerCosts, inner: Inner, base: Mapping[int, LayerCosts]) -> 
 
         forward = part.forward * scale("forward") * HOPE
         backward = part.backward * scale("backward") * HOPE
-        kept = part.kept * scale("kept")
+        products, kept = part.products * scale("products") * HOPE, part.kept * scale("kept")
         if inner.recompute == "full":
             backward, kept = backward + 0.7 * forward, min(kept, part.boundary * inner.rows)
+            products *= 1.2
         elif inner.recompute == "selective":
             backward, kept = backward + 0.05 * forward, 0.4 * kept
         return replace(
@@ -182,6 +190,7 @@ def derived(costs: LayerCosts, inner: Inner, base: Mapping[int, LayerCosts]) -> 
             forward=forward,
             backward=backward,
             sent=part.sent * inner.rows,
+            products=products,
             kept=kept,
             transient=0.8 * part.transient * scale("transient"),
             boundary=part.boundary * inner.rows,

@@ -21,9 +21,9 @@ class Stage:
     part: Part
     layers: int
 
-    @property
-    def work(self) -> float:
-        return self.part.forward + self.part.backward
+    def work(self, faster: float = 1.0) -> float:
+        """Seconds of a microbatch, if the device takes `faster` times as long; no less than the host's."""
+        return max(faster * (self.part.forward + self.part.backward), self.part.host)
 
 
 def split(costs: LayerCosts, count: int) -> tuple[Stage, ...]:

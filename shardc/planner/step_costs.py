@@ -11,7 +11,8 @@
 Transfers of 1F1B count in its steady state: a microbatch's round trip through the later stages may take no longer than
 the work of the microbatches that are in flight. Of a step of one microbatch, sums of gradients overlap with backward
 and gathers of weights with forward; of several they follow the last and precede the first. What computes beside a
-collective takes as much longer as the hardware's `contention` says.
+collective takes as much longer as the hardware's `contention` says, and products as their share of the step makes them
+by its `power`.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ class Estimate:
     memory: Memory
     collectives: dict[str, float] = field(default_factory=dict[str, float], compare=False)
 
+    @property
+    def idle(self) -> float:
+        """How long a rank waits for other stages, the mean of them."""
+        return self.uneven + self.bubble + self.transfers
+
 
 TERMS = ("work", "uneven", "gathered", "bubble", "transfers", "data", "update")
 
@@ -86,16 +92,20 @@ class _Step:
 
     def estimate(self) -> Estimate:
         c, m = self.c, self.m
-        rank_work = [sum(stage.work for stage in owned) for owned in self.ranks]
+        rank_work = [sum(stage.work() for stage in owned) for owned in self.ranks]
         gathers = [self._gathered(owned) for owned in self.ranks]
-        busiest, mean = max(rank_work), sum(rank_work) / c.pp
         transfer = self.network.transfer(c, max(s.part.boundary for s in self.stages)) if c.pp > 1 else 0.0
         moved = 2 * transfer * (c.pp - 1) / c.pp * (m - 1) if c.virtual == 1 else 0.0
         bubble = self._bubble(rank_work, gathers, transfer) if c.pp > 1 else 0.0
         data, update = max(map(self._once, self.ranks), key=sum)
-        seconds = m * (busiest + max(gathers)) + bubble + moved + data + update
+        rest = m * max(gathers) + moved + data + update
+        slowest = max(rank_work)
+        faster = self._by_power(m * slowest + bubble + rest)
+        rank_work = [sum(stage.work(faster) for stage in owned) for owned in self.ranks]
+        busiest, mean = max(rank_work), sum(rank_work) / c.pp
+        bubble *= busiest / slowest if slowest else 1.0
         return Estimate(
-            seconds,
+            m * busiest + bubble + rest,
             m * mean,
             m * (busiest - mean),
             m * max(gathers),
@@ -109,6 +119,15 @@ class _Step:
             {axis: m * spent / c.pp for axis, spent in self.costs.collectives.items()},
         )
 
+    def _by_power(self, seconds: float) -> float:
+        """How many times as long as by the table of products the busiest rank's device computes, in a step that takes
+        so many seconds by it."""
+        owned = max(self.ranks, key=lambda stages: sum(stage.work() for stage in stages))
+        products = sum(stage.part.products for stage in owned)
+        computed = sum(stage.part.forward + stage.part.backward for stage in owned)
+        factor = self.hardware.tables.power.factor(self.m * products, seconds - self.m * products)
+        return 1 + (factor - 1) * products / computed if computed else 1.0
+
     def _bubble(self, rank_work: Sequence[float], gathers: Sequence[float], transfer: float) -> float:
         """Until all ranks are at work, and from when the first has none left."""
         c, hops = self.c, self.c.pp - 1
@@ -117,7 +136,7 @@ class _Step:
             return hops * (max(map(max, parts)) + 2 * c.virtual * transfer)
         if c.virtual > 1:
             # A rank's chunks come round once all ranks had theirs: what is sent meanwhile hides, but for hand-overs.
-            return hops * (max(s.work for s in self.stages) + 2 * transfer)
+            return hops * (max(s.work() for s in self.stages) + 2 * transfer)
         fill = sum(rank_work) + sum(gathers) - max(rank_work) - max(gathers) + 2 * hops * transfer
         if c.schedule == "zb-h1":
             late = sorted(sum(s.part.late for s in owned) for owned in self.ranks)

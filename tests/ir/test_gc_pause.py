@@ -6,7 +6,7 @@ import torch
 
 import shardc
 from examples.mlp import mlp
-from shardc.ir.gc_pause import gc_paused
+from shardc.ir.gc_pause import earlier_objects_set_aside, gc_paused
 from shardc.torch_compat import Recorded
 
 
@@ -52,6 +52,33 @@ def test_nothing_is_collected_during_a_compile_and_a_launch() -> None:
     assert 0 < compiled < len(during)
     assert set(during) == {False}
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "set_aside_before"])
+def test_a_collection_looks_at_new_objects_alone(frozen: bool) -> None:
+    class Circle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    were_frozen = gc.get_freeze_count() > 0
+    try:
+        with gc_paused():
+            gc.unfreeze()
+            if frozen:
+                gc.freeze()
+            earlier = weakref.ref(Circle())
+            with earlier_objects_set_aside():
+                later = weakref.ref(Circle())
+                gc.collect(0)
+                assert later() is None
+                assert (earlier() is None) is frozen, "who sets objects aside himself has them as he put them"
+            assert (gc.get_freeze_count() > 0) is frozen
+    finally:
+        gc.unfreeze()
+        gc.collect()
+        if were_frozen:
+            gc.freeze()
+    assert earlier() is None
 
 
 @pytest.mark.parametrize(("old", "collected"), [(False, [0]), (True, [0, 2])], ids=["young", "old"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -206,6 +206,35 @@ def test_forward_alone_is_freed_before_backward() -> None:
     assert any(".wte." in port.name for port in program.stages[0].gathers[embedding].inputs)
     times = [i for i in program.lists.ranks[0] if isinstance(i, Gather) and embedding in i.values]
     assert len(times) == 1
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_forward_alone_stays_gathered_where_backward_gathers_none(zero: int) -> None:
+    """Under ZeRO-1, a rank of several stages gathers an embedding once a step, as it does all other weights."""
+    program = embedded(zero)
+    deep = scheduled(cut(program.body, 4), "interleaved", 2)
+    (name,) = (n for n, g in deep.stages[0].gathers.items() if any("enter" in port.name for port in g.inputs))
+    assert name.endswith(".kept" if zero == 1 else ".f")
+    times = sum(name in i.values for i in deep.lists.ranks[0] if isinstance(i, Gather))
+    assert times == 1 if zero == 1 else times > 1
+
+
+def embedded(zero: int) -> shardc.Program:
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(enter=nn.Embedding(8, 6), **{f"layer{i}": nn.Linear(6, 6) for i in range(6)}))
+    return shardc.compile(
+        model,
+        torch.zeros(16, 3, dtype=torch.long),
+        plan={
+            "mesh": "dp=2",
+            "inputs": {"input": "dp, -"},
+            "accumulate": 8,
+            "precision": "bf16",
+            "storage": {"zero": zero, "axes": ["dp"]},
+        },
+        loss=lambda y, _: y.float().square().mean(),
+        optimizer=torch.optim.AdamW(model.parameters()),
+    )
 
 
 def test_kept_for_backward() -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import shardc
 from shardc import Mesh, Plan, ShardcError
 from shardc.plan.hardware import hardware
+from shardc.planner.autoplan import _Ranker  # pyright: ignore[reportPrivateUsage]
 from shardc.planner.candidate import Candidate
 from shardc.planner.layer_costs import LayerCosts
 from shardc.planner.reasons import causes, reason
@@ -194,6 +195,46 @@ def test_a_split_backward_that_recomputes_is_predicted() -> None:
     prediction = program.predict(MACHINE)
     assert prediction.peak_bytes > 0
     assert prediction.step_ms > 0
+
+
+WIDE = {"mesh": "dp=4", "storage": {"zero": 3, "axes": ["dp"]}, "accumulate": 4}
+PIPELINES = [
+    {"mesh": "pp=2, dp=2", "storage": {"zero": 1, "axes": ["dp"]}, "pipeline": {**how, "microbatches": 8}}
+    for how in ({"schedule": "1f1b"}, {"schedule": "interleaved", "virtual": 2}, {"schedule": "zb-h1"})
+]
+
+
+@pytest.mark.parametrize(
+    ("keep", "hidden"),
+    [
+        (WIDE, 4096),
+        *(pytest.param(p, hidden, marks=pytest.mark.long) for p in (WIDE, *PIPELINES) for hidden in (1024, 4096)),
+    ],
+)
+def test_a_plan_that_is_confirmed_takes_as_long_as_the_whole_model(keep: dict[str, object], hidden: int) -> None:
+    """What is compiled has few of the layers; the step that is predicted has all of them."""
+    model, batch = llama(hidden, 16), tokens(16, 2048)
+    ranking = shardc.autoplan(model, batch, gpus=4, keep={**keep, "recompute": "none"}, top=1)
+    program = shardc.compile(model, batch, plan=ranking.best.plan, optimizer=adamw(model))
+    assert ranking.best.basis.startswith("compiled and predicted as a step of ")
+    assert "of 16 equal layers" in ranking.best.basis
+    assert ranking.best.step_ms == pytest.approx(program.predict(MACHINE).step_ms, rel=0.09)
+
+
+def test_the_first_plan_is_one_that_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Candidate] = []
+
+    def confirmed(_: object, p: Priced) -> tuple[float, int, str]:
+        asked.append(p.candidate)
+        return (3.0 if len(asked) == 1 else 1.0) * p.seconds, 0, "compiled"
+
+    monkeypatch.setattr(_Ranker, "_confirmed", confirmed)
+    monkeypatch.setattr(_Ranker, "_extrapolated", lambda _, p, scale: (1.5 * p.seconds, 0, "extrapolated"))
+    ranking = shardc.autoplan(Mixer(1), torch.randn(8, 3, 16, 16), gpus=4, precision=None, top=5, confirm=1)
+    assert ranking.best.candidate == asked[1]
+    assert ranking.best.basis == "compiled"
+    assert len(asked) == 2
+    assert len(set(asked)) == 2
 
 
 @pytest.mark.long

@@ -44,6 +44,28 @@ def test_1f1b_takes_as_long_as_its_clock_says(pp: int, microbatches: int) -> Non
     )
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_products_are_as_fast_as_their_share_of_the_step_lets_them_be(pp: int) -> None:
+    """By the same rule as a predicted step's: what a rank does and waits beside its products makes them faster."""
+    power = HARDWARE.tables.model_validate({"power": {"sustained": 0.8, "relief": 0.2, "most": 1.25}})
+    hot = dataclasses.replace(HARDWARE, tables=power)
+    costs = layers(pp, layer=dataclasses.replace(LAYER, products=2.0))
+    candidate = Candidate(pp=pp, microbatches=4, schedule="1f1b" if pp > 1 else "")
+    alone, found = (estimate(candidate, costs, machine, NUMBERS) for machine in (HARDWARE, hot))
+    factor = 1 / 0.8 - 0.2 * (alone.seconds - 8.0) / 8.0
+    assert factor > 1
+    assert found.work == pytest.approx(4.0 + 8.0 * factor)
+    assert found.bubble == pytest.approx(alone.bubble * found.work / 12.0)
+    assert sum(getattr(found, name) for name in TERMS) == pytest.approx(found.seconds)
+
+
+def test_a_microbatch_takes_no_less_than_its_host() -> None:
+    candidate = Candidate(microbatches=4)
+    for host, seconds in ((2.0, 24.0), (5.0, 40.0)):
+        costs = layers(2, layer=dataclasses.replace(LAYER, host=host))
+        assert estimate(candidate, costs, HARDWARE, NUMBERS).seconds == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize(("pp", "virtual", "rounds"), list(itertools.product((2, 4), (2, 4), (1, 4))))
 def test_interleaved_takes_as_long_as_its_clock_says(pp: int, virtual: int, rounds: int) -> None:
     candidate = Candidate(pp=pp, microbatches=pp * rounds, schedule="interleaved", virtual=virtual)
