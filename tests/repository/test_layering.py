@@ -26,12 +26,12 @@ FLOORS: list[dict[str, str]] = [
             group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops
             ops.accumulate ops.assumed ops.attention ops.attention_heads ops.attention_keys ops.attention_rows
             ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums
-            ops.check_index ops.collectives ops.context ops.ctc ops.cumulative ops.cumulative_extremes ops.exchange
-            ops.expert_capacity ops.experts ops.extreme ops.fused_attention ops.gathered ops.group_norm ops.grouped
-            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.scaled ops.scan ops.scan_body
-            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.step_runs ops.streams ops.take
-            ops.windows overlap overlap_schedule parse placement plain program provenance python schema slowdowns
-            storages text trees types verify version
+            ops.check_index ops.collectives ops.context ops.cpu_attention ops.ctc ops.cumulative
+            ops.cumulative_extremes ops.exchange ops.expert_capacity ops.experts ops.extreme ops.fused_attention
+            ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick
+            ops.scaled ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares
+            ops.step_runs ops.streams ops.take ops.windows overlap overlap_schedule parse placement plain program
+            provenance python schema slowdowns storages text trees types verify version
         """,
     },
     {
@@ -144,9 +144,9 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.runtime.execute": """
             __init__ arena batch body_code bucket_buffer call_arguments call_recorder data_parts direct_call executor
-            failed_call held_views index_check instructions layout measured_timeline microbatches monitor overlap
-            peer_groups prepared_code prepared_collective prepared_linear process_end process_groups rank_record
-            signal_wakeup stage_code step_epilogue step_graph transfers written_code
+            failed_call held_views index_check instructions layout measured_timeline merged_updates microbatches
+            monitor overlap peer_groups picked_columns prepared_code prepared_collective prepared_linear process_end
+            process_groups rank_record signal_wakeup stage_code step_epilogue step_graph transfers written_code
         """,
     },
     {
