@@ -1073,28 +1073,6 @@ def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(into), list(given))
 
 
-def fused_adamw(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    averages: Sequence[Tensor],
-    squares: Sequence[Tensor],
-    largest: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    lr: Tensor,
-    *,
-    betas: tuple[float, float],
-    weight_decay: float,
-    eps: float,
-) -> None:
-    """One step of AdamW on contiguous tensors, in place; with `largest` squares, of amsgrad. Steps are counted up
-    first. The kernel has no public name: torch has it behind optimizers, and parameters' own `.grad`."""
-    torch._foreach_add_(list(steps), 1)
-    torch._fused_adamw_(
-        list(parameters), list(gradients), list(averages), list(squares), list(largest), list(steps), lr=lr,
-        beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=bool(largest), maximize=False,
-    )  # fmt: skip
-
-
 def assert_async(condition: Tensor, message: str) -> None:
     """Assert a truth value where it lies: on a GPU nothing waits for it, and the context fails when it is false."""
     torch._assert_async(condition, message)

@@ -50,12 +50,13 @@ def test_the_kernel_is_the_definition(
     gradients = SDPA_BWD(g, q, k, v, None, *made, causal, SCALE, gqa, False)
     for value, right in zip((*made, *gradients), (o, lse, *expected), strict=True):
         torch.testing.assert_close(value.double(), right, rtol=1e-5, atol=1e-5)
-        fake = torch.empty_like(value, device="meta")
-        assert value.shape == fake.shape
-    like = SDPA_BWD(
-        *(t.to("meta") for t in (g, q, k, v)), None, *(t.to("meta") for t in made), causal, SCALE, gqa, False
+    meta = [t.to("meta") for t in (g, q, k, v, *made)]
+    fakes = (
+        *SDPA(*meta[1:4], None, causal, SCALE, gqa),
+        *SDPA_BWD(*meta[:4], None, *meta[4:], causal, SCALE, gqa, False),
     )
-    assert [t.stride() for t in gradients[:3]] == [t.stride() for t in like[:3]], "laid out as graphs say"
+    for value, fake in zip((*made, *gradients), fakes, strict=True):
+        assert (value.shape, value.stride(), value.dtype) == (fake.shape, fake.stride(), fake.dtype), "as graphs say"
 
 
 def test_what_the_kernel_does_not_take_is_left_to_the_definition() -> None:

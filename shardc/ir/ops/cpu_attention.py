@@ -31,6 +31,12 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 and t.stride(-2) >= t.shape[-1] else t.contiguous()
 
 
+def _promised(t: Tensor, like: Tensor) -> Tensor:
+    """In the layout of `sdpa`'s results: the kernel's lie as its operands do."""
+    _, h, s, d = t.shape
+    return t if t.stride() == (s * h * d, d, h * d, 1) else attention.laid_out(t, like)
+
+
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     times = q.shape[1] // k.shape[1]
     if times > 1:
@@ -45,7 +51,7 @@ def _sdpa(
     if not takes(q, k, v, mask, causal, lower_right):
         return attention.reference(q, k, v, mask, causal, scale, gqa, lower_right)
     o, lse = torch_compat.flash_attention_on_cpu(*_operands(q, k, v), causal, scale)
-    return o, lse.contiguous()
+    return _promised(o, q), lse.clone(memory_format=torch.contiguous_format)
 
 
 def _sdpa_bwd(
@@ -58,8 +64,8 @@ def _sdpa_bwd(
         _rows(g), *_operands(q, k, v), _rows(o), lse, causal, scale
     )
     if dk.shape != k.shape:
-        dk, dv = (attention.laid_out(t.unflatten(1, (k.shape[1], -1)).sum(2), k) for t in (dk, dv))
-    return dq, dk, dv, q.new_empty(0)
+        dk, dv = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))
+    return _promised(dq, q), _promised(dk, k), _promised(dv, v), q.new_empty(0)
 
 
 FLASH = Kernels(_sdpa, _sdpa_bwd)

@@ -21,7 +21,7 @@ from kernels_triton.base.inplace import INTO, Operand, Place
 from shardc.ir.arena import views
 from shardc.ir.buckets import Piece, layout_of, maker, pieces, reduced_in_place, writes_out
 from shardc.ir.diagnostic import ShardcError
-from shardc.ir.graph import Graph, type_of
+from shardc.ir.graph import Graph
 from shardc.ir.in_place import Write, writes
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.collectives import COLLECTIVES, all_reduce_over, late, run_collective
@@ -36,10 +36,8 @@ from shardc.runtime.execute.direct_call import direct_call
 from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
 from shardc.runtime.execute.held_views import HeldViews, ViewCall
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
-from shardc.runtime.execute.merged_updates import merge_updates
 from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.overlap import begin
-from shardc.runtime.execute.picked_columns import pick_columns
 from shardc.runtime.execute.prepared_collective import PreparedCollective, UnderWay, prepare_collective
 from shardc.runtime.execute.prepared_linear import LINEARS, prepare_linear
 from shardc.runtime.execute.written_code import CodeLine, Many, Single, Unwatched, WrittenCode, write_code
@@ -200,29 +198,7 @@ class Routine:
                     code[-1:] = _write_over(
                         code[-1], self._write_of[value], self._slots[self._write_of[value].over], slot
                     )
-        return self._for_cpus(code) if self._device.type == "cpu" else code
-
-    def _for_cpus(self, code: list[CodeLine]) -> list[CodeLine]:
-        """The code as CPUs run it faster: labels' columns are picked, and the optimizer's updates are merged."""
-        instructions, over = self.listing.instructions, {write.value: write.over for write in self._write_of.values()}
-        value_of = {slot: value for call in instructions for value, _, slot in call.yields}
-        slots = {value: slot for slot, value in value_of.items()} | self._slots
-        placed = {value for slot in self._fixed if (value := value_of.get(slot)) is not None}
-        placed |= {*self._pieces, *over, *self.graph.output_values}
-        code = pick_columns(code, lambda index: instructions[index].node, slots, placed)
-        if not over:
-            return code
-
-        def size_of(slot: int) -> int:
-            value = value_of.get(slot)
-            return 0 if value is None else type_of(value).local_bytes(self.graph.mesh)
-
-        def writes_fixed(index: int) -> bool:
-            call = instructions[index]
-            written = any(v in self._write_of or v in self._pieces or slot in self._fixed for v, _, slot in call.yields)
-            return written or call.node in self._flats or reduced_in_place(call.node)
-
-        return merge_updates(code, over, lambda index: instructions[index].node, slots, size_of, writes_fixed)
+        return code
 
     def _call_line(self, instruction: CallInstruction, action: Action, free: tuple[int, ...]) -> CodeLine:
         index, call, arguments, into, free = self._action_line(instruction, action, free)
