@@ -1073,6 +1073,27 @@ def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(into), list(given))
 
 
+def fused_adamw(
+    w: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: Tensor,
+    lr: Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """AdamW on contiguous tensors, in place; `step` counts this one. The kernel has no public name: torch has it behind
+    optimizers, and parameters' own `.grad`. On GPUs it reads steps and rates as float32."""
+    if w.is_cuda:
+        step, lr = step.float(), lr.float()
+    torch._fused_adamw_(
+        [w], [g], [m], [v], [], [step], lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
 def assert_async(condition: Tensor, message: str) -> None:
     """Assert a truth value where it lies: on a GPU nothing waits for it, and the context fails when it is false."""
     torch._assert_async(condition, message)
