@@ -151,7 +151,7 @@ rule(aten.frexp.Tensor, "... -> ..., ...", examples=UNARY, kind="pointwise")
 rule(
     ADAMW,
     "..., ..., ..., ..., ..., ... -> ..., ..., ...",
-    examples=[example(*[(4, 6)] * 4, (), (), 0.9, 0.99, 0.1, 1e-3, ints={"v": range(9), "step": range(1, 5)})],
+    examples=[((4, 6), (4, 6), (4, 6), (4, 6), (), (), 0.9, 0.99, 0.1, 1e-3)],
     kind="pointwise",
 )
 rule([aten.complex.default, aten.polar.default], "..., ... -> ...", examples=[((4, 6), (4, 6)), ((3, 1, 6), (5, 1))])
