@@ -940,6 +940,18 @@ def flash_attention_backward(
     )
 
 
+def flash_attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def flash_attention_on_cpu_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        g, q, k, v, o, lse, 0.0, causal, scale=scale
+    )
+
+
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     return o, lse
@@ -1059,6 +1071,27 @@ def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Copy each tensor over another, in as few kernels as torch has for it."""
     if into:
         torch._foreach_copy_(list(into), list(given))
+
+
+def fused_adamw(
+    w: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: Tensor,
+    lr: Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """AdamW on contiguous tensors, in place; `step` counts this one. The kernel has no public name: torch has it behind
+    optimizers, and parameters' own `.grad`. On GPUs it reads steps and rates as float32."""
+    if w.is_cuda:
+        step, lr = step.float(), lr.float()
+    torch._fused_adamw_(
+        [w], [g], [m], [v], [], [step], lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 def assert_async(condition: Tensor, message: str) -> None:

@@ -32,8 +32,10 @@ from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
+from shardc.passes.merge_updates import MergeUpdates
 from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.quantize import Quantize
+from shardc.passes.pick_columns import PickColumns
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
 from shardc.passes.sharding.find_blocks import FindBlocks, ShardedDim, in_elements
@@ -133,6 +135,8 @@ def part_passes(options: Options) -> list[Pass]:
         options.bucket,
         options.prefetch,
         BiasProducts(options.fuse.enabled),
+        PickColumns(not options.fuse.enabled),
+        MergeUpdates(not options.fuse.enabled),
         options.fuse,
     ]
 

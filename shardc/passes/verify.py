@@ -361,5 +361,7 @@ PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "late_gradients": (same_interface, same_calls),
     "bucket": (same_interface,),
     "prefetch": (same_interface, same_calls, collectives_in_order),
+    "pick_columns": (same_interface, collectives_in_order),
+    "merge_updates": (same_interface, collectives_in_order),
     "fuse": (same_interface, collectives_in_order, peak_within_bound),
 }

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import shardc.ir.ops.cpu_attention  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers what CPUs run)
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.ir.ops.attention_keys import SDPA_KEYS, SDPA_KEYS_BWD
 from shardc.ir.ops.attention_rows import SDPA_HEADS, SDPA_HEADS_BWD, SDPA_RING, SDPA_RING_BWD

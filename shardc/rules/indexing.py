@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import type_of
+from shardc.ir.ops.columns import PICK_COLUMN, SUBTRACT_AT
 from shardc.ir.types import TensorType
 from shardc.rules.embedding import broadcast_mask, keep_owned, owned, sharded
 from shardc.rules.local import LocalCall, fill_padding
@@ -137,6 +138,15 @@ def _gather_owned(call: LocalCall) -> Any:
     index, owned_mask = owned(call, call.args["index"], atoms)
     picked = call.emit(aten.gather.default, call.args["self"], call.args["dim"], index, type=call.results[0])
     return keep_owned(call, picked, owned_mask)
+
+
+rule(PICK_COLUMN, "n v, n 1 -> n 1", whole="v", examples=[example((4, 6), (4, 1), ints={"column": range(-1, 7)})])
+rule(
+    SUBTRACT_AT,
+    "n v, n 1, n 1 -> n v",
+    whole="v",
+    examples=[example((4, 6), (4, 1), (4, 1), ints={"column": range(-1, 7)})],
+)
 
 
 @rule(

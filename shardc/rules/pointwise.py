@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.adamw import ADAMW
 from shardc.ir.ops.assumed import after, assume
 from shardc.ir.ops.check_index import check_index
 from shardc.rules.notation import Dims, Notation
@@ -147,6 +148,12 @@ pointwise(aten.fill.Tensor, [((4, 6), ())])
 pointwise(aten.copy.default, [((4, 6), (4, 6)), ((4, 6), (6,))])
 pointwise(aten.lerp.Scalar, [((4, 6), (4, 6), 0.3), ((4, 6), (6,), 0.3)], linear="joint")
 rule(aten.frexp.Tensor, "... -> ..., ...", examples=UNARY, kind="pointwise")
+rule(
+    ADAMW,
+    "..., ..., ..., ..., ..., ... -> ..., ..., ...",
+    examples=[((4, 6), (4, 6), (4, 6), (4, 6), (), (), 0.9, 0.99, 0.1, 1e-3)],
+    kind="pointwise",
+)
 rule([aten.complex.default, aten.polar.default], "..., ... -> ...", examples=[((4, 6), (4, 6)), ((3, 1, 6), (5, 1))])
 
 # ------------------------------------------------------------------------------------------- of special functions

@@ -192,6 +192,8 @@ def test_the_pass_runs_before_kernels_are_made() -> None:
         "bucket",
         "prefetch",
         "bias_products",
+        "pick_columns",
+        "merge_updates",
         "fuse",
     ]
 

@@ -51,11 +51,13 @@ from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.recompute import Recompute
+from shardc.passes.merge_updates import MergeUpdates
 from shardc.passes.normalize.group_experts import GroupExperts
 from shardc.passes.normalize.imply_masks import ImplyMasks
 from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.normalize.quantize import Quantize
+from shardc.passes.pick_columns import PickColumns
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
 from shardc.passes.sharding.find_blocks import FindBlocks, ShardedDim
@@ -144,6 +146,8 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "bucket": Bucket,
     "prefetch": Prefetch,
     "bias_products": BiasProducts,
+    "pick_columns": PickColumns,
+    "merge_updates": MergeUpdates,
     "fuse": Fuse,
 }
 

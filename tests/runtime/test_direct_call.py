@@ -92,13 +92,13 @@ def test_no_call_of_our_own_ops_goes_through_the_dispatcher() -> None:
     assert kernel_for(aten.add.Tensor, CPU) is None
 
 
-def test_attention_of_a_gpu_is_what_is_registered_for_gpus() -> None:
-    from shardc.ir.ops import fused_attention
-    from shardc.ir.ops.attention import REFERENCE, SDPA
+def test_attention_is_what_is_registered_for_a_device() -> None:
+    from shardc.ir.ops import cpu_attention, fused_attention
+    from shardc.ir.ops.attention import SDPA
 
     on_gpu, on_cpu = (direct_call(SDPA, torch.device(name)) for name in ("cuda", "cpu"))
     assert on_gpu.args == (fused_attention.FUSED,)  # type: ignore[attr-defined]
-    assert on_cpu.args == (REFERENCE,)  # type: ignore[attr-defined]
+    assert on_cpu.args == (cpu_attention.FLASH,)  # type: ignore[attr-defined]
 
 
 def test_the_kernel_of_attention_is_chosen_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:

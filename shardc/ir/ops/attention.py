@@ -26,7 +26,7 @@ from shardc.ir.ops.attention_tiles import Kernels, attend, attend_backward, empt
 from shardc.ir.ops.local import Run
 
 
-def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+def laid_out(value: Tensor, like: Tensor) -> Tensor:
     """In the dtype of another, and the layout promised above."""
     return empty(like, *value.shape).copy_(value)
 
@@ -70,7 +70,7 @@ def reference(
     lse = torch.logsumexp(scores, -1)
     # Not from lse: where all scores of a row are about -1e38, that is no more exact than they are.
     probs = scores.softmax(-1).masked_fill(lse.unsqueeze(-1) == float("-inf"), 0.0)
-    return _laid_out(probs @ values, q), lse.contiguous()
+    return laid_out(probs @ values, q), lse.contiguous()
 
 
 def _finite(lse: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def reference_backward(
     if dk.shape != k.shape:
         dk, dv = (t.unflatten(-3, (k.shape[-3], -1)).sum(-3) for t in (dk, dv))
     dmask = ds.sum_to_size(mask.shape).to(mask.dtype).contiguous() if need_mask and mask is not None else q.new_empty(0)
-    return _laid_out(dq, q), _laid_out(dk, k), _laid_out(dv, v), dmask
+    return laid_out(dq, q), laid_out(dk, k), laid_out(dv, v), dmask
 
 
 def sdpa_bwd_fake(

@@ -1,7 +1,8 @@
 """Rows of what one device takes: products, elementwise kernels, attention, launches.
 
 On a CPU calls are measured as a step makes them: results are allocated, operands come from memory and not from a cache
-that the call before has filled, and attention is the definition (`ir.ops.attention`), which CPUs compute.
+that the call before has filled, and attention is what CPUs compute: ATen's kernel in float32, else the definition
+(`ir.ops.attention`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,44 @@
+"""A number of each row, by its column: what cross-entropy takes of its logits, and of their gradient.
+
+    pick_column(values, column)              [N, V], [N, 1] -> [N, 1]: values[n, column[n]]
+    subtract_at(values, column, amount)      the same values, less amount[n] at values[n, column[n]]
+
+A row whose column is none of the V yields 0, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels_triton.base.library import define
+
+
+def _found(values: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which rows have their column, a column of each row, and the values there."""
+    there = (column >= 0) & (column < values.shape[1])
+    column = column.clamp(0, values.shape[1] - 1)
+    return there, column, values.gather(1, column)
+
+
+def _pick_column(values: Tensor, column: Tensor) -> Tensor:
+    there, _, found = _found(values, column)
+    return torch.where(there, found, 0.0)
+
+
+def _subtract_at(values: Tensor, column: Tensor, amount: Tensor) -> Tensor:
+    there, column, found = _found(values, column)
+    made = values.clone(memory_format=torch.contiguous_format)
+    return made.scatter_(1, column, torch.where(there, found - amount, found))
+
+
+PICK_COLUMN = define(
+    "pick_column(Tensor values, Tensor column) -> Tensor",
+    _pick_column,
+    lambda values, column: values.new_empty(column.shape),
+)
+SUBTRACT_AT = define(
+    "subtract_at(Tensor values, Tensor column, Tensor amount) -> Tensor",
+    _subtract_at,
+    lambda values, column, amount: values.new_empty(values.shape),
+)

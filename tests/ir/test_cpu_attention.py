@@ -1,0 +1,82 @@
+"""Attention on CPUs: the kernel against the definition in float64, and what is left to the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardc.ir.ops import cpu_attention
+from shardc.ir.ops.attention import SDPA, SDPA_BWD, reference, reference_backward
+
+SCALE = 0.3
+
+
+def operands(heads: int, rows: int, keys: int, layout: str) -> list[Tensor]:
+    """g, q, k and v of 4 heads or of `heads`."""
+    torch.manual_seed(0)
+    shapes = [(2, 4, rows, 8), (2, 4, rows, 8), (2, heads, keys, 8), (2, heads, keys, 8)]
+    match layout:
+        case "heads last":
+            return [torch.randn(b, s, h, d).transpose(1, 2) for b, h, s, d in shapes]
+        case "dims first":
+            return [torch.randn(b, h, d, s).transpose(2, 3) for b, h, s, d in shapes]
+        case "one row":
+            return [torch.randn(b, h, 1, d).expand(b, h, s, d) for b, h, s, d in shapes]
+        case _:
+            return [torch.randn(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "heads last", "dims first", "one row"])
+@pytest.mark.parametrize(("heads", "rows", "keys"), [(4, 13, 13), (2, 13, 13), (1, 7, 21), (4, 21, 7), (4, 1, 1)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernel_is_the_definition(
+    layout: str, heads: int, rows: int, keys: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError
+
+    g, q, k, v = operands(heads, rows, keys, layout)
+    gqa = heads < 4
+    o, lse = reference(q.double(), k.double(), v.double(), None, causal, SCALE, gqa)
+    expected = reference_backward(
+        g.double(), q.double(), k.double(), v.double(), None, o, lse, causal, SCALE, gqa, False
+    )
+    monkeypatch.setattr(cpu_attention.attention, "reference", never)
+    monkeypatch.setattr(cpu_attention.attention, "reference_backward", never)
+    made = SDPA(q, k, v, None, causal, SCALE, gqa)
+    gradients = SDPA_BWD(g, q, k, v, None, *made, causal, SCALE, gqa, False)
+    for value, right in zip((*made, *gradients), (o, lse, *expected), strict=True):
+        torch.testing.assert_close(value.double(), right, rtol=1e-5, atol=1e-5)
+    meta = [t.to("meta") for t in (g, q, k, v, *made)]
+    fakes = (
+        *SDPA(*meta[1:4], None, causal, SCALE, gqa),
+        *SDPA_BWD(*meta[:4], None, *meta[4:], causal, SCALE, gqa, False),
+    )
+    for value, fake in zip((*made, *gradients), fakes, strict=True):
+        assert (value.shape, value.stride(), value.dtype) == (fake.shape, fake.stride(), fake.dtype), "as graphs say"
+
+
+def test_what_the_kernel_does_not_take_is_left_to_the_definition() -> None:
+    _, q, k, v = operands(4, 6, 9, "contiguous")
+    assert cpu_attention.takes(q, k, v, None, True, False)
+    assert not cpu_attention.takes(q, k, v, None, True, True)  # the last row sees the last key
+    assert cpu_attention.takes(q, k, v, None, False, True)
+    assert not cpu_attention.takes(q, k, v, torch.ones(6, 9, dtype=torch.bool), False, False)
+    assert not cpu_attention.takes(q.double(), k.double(), v.double(), None, True, False)
+    assert not cpu_attention.takes(q, k, v[..., :4], None, True, False)
+    assert not cpu_attention.takes(q[:, :, :0], k, v, None, True, False)
+    lower = reference(q, k, v, None, True, SCALE, False, True)
+    for value, right in zip(cpu_attention.FLASH.forward(q, k, v, None, True, SCALE, False, True), lower, strict=True):
+        assert torch.equal(value, right)
+
+
+@pytest.mark.parametrize("window", [(-2, 0), (-3, 3)])
+def test_windows(window: tuple[int, int]) -> None:
+    _, q, k, v = operands(4, 150, 150, "contiguous")
+    narrow = SDPA(q, k, v, None, False, SCALE, False, window)
+    exact = SDPA(q.double(), k.double(), v.double(), None, False, SCALE, False, window)
+    for value, right in zip(narrow, exact, strict=True):
+        torch.testing.assert_close(value.double(), right, rtol=1e-5, atol=1e-5)
