@@ -14,6 +14,7 @@ import shardc
 from benchmarks.train_step.setting import LeftOutError, Run, Setting, optimizer_of
 
 SEQUENCE = "sequence parallelism"
+HARDWARE = {"H100": "h100-nvlink+ib", "H200": "h200-nvlink", "A100": "a100-nvlink+ib"}  # by a word of the GPU's name
 
 
 def ours(setting: Setting, mesh: str, plan: Mapping[str, Any], graphs: bool = False) -> Run:
@@ -38,7 +39,15 @@ def ours(setting: Setting, mesh: str, plan: Mapping[str, Any], graphs: bool = Fa
         "collectives": len(program.collectives()),
         "reported_peak_gib": round(program.memory().peak / 2**30, 3),
     }
+    if (machine := machine_of(setting)) is not None:
+        about["predicted_ms"] = round(program.predict(machine).step_ms, 2)
     return Run(lambda batch: trainer.step(batch).loss, trainer.gather_grads, close=trainer.close, about=about)
+
+
+def machine_of(setting: Setting) -> str | None:
+    """The hardware file of the GPU at hand, if there is one."""
+    name = torch.cuda.get_device_name() if setting.on_gpu else ""
+    return next((file for part, file in HARDWARE.items() if part in name), None)
 
 
 def alone(setting: Setting, fuse: bool = True, graphs: bool = False) -> Run:

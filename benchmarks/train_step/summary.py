@@ -37,6 +37,7 @@ def _said(line: Line) -> str:
     rounds = line["rounds_ms"]
     memory = f" {line['peak_gib']:6.2f} GiB" if "peak_gib" in line else ""
     told = f" (told {line['reported_peak_gib']})" if "reported_peak_gib" in line else ""
+    told += f", predicted {line['predicted_ms'] / line['median_ms'] - 1:+.1%}" if line.get("predicted_ms") else ""
     told += ", again" if line.get("again") else ""
     taken = f"{line['median_ms']:9.2f} ms ({min(rounds):.2f} to {max(rounds):.2f}), free {line['free_ms']:9.2f}"
     return f"  {name:26} {taken}{memory}{told}"
@@ -70,11 +71,23 @@ def _ratios(measured: Sequence[Line]) -> list[str]:
     verdict = "" if bar is None else f", bar {bar}: " + ("met" if ratio >= bar else f"missed by {1 - ratio / bar:.1%}")
     pair = f"{peer['contestant']} / {best['contestant']}"
     lines = [f"  {pair} = {ratio:.3f} ({min(turns):.3f} to {max(turns):.3f}), free {free:.3f}{verdict}"]
-    if "peak_gib" in best:
-        leanest = min(theirs, key=lambda line: line["peak_gib"])
-        share = best["peak_gib"] / leanest["peak_gib"]
-        told = best["reported_peak_gib"] / best["peak_gib"] - 1
-        far = ["" if met else ": missed" for met in (share <= 1.05, abs(told) <= 0.03)]
-        lines.append(f"  memory: {share:.2f} of {leanest['contestant']}'s, bar 1.05{far[0]}")
-        lines.append(f"  program.memory(): {told:+.1%} of the peak, bar 3%{far[1]}")
+    for sequence_parallel in (False, True):
+        mode = [
+            [line for line in some if ("-sp" in line["contestant"]) is sequence_parallel and "peak_gib" in line]
+            for some in (mine, theirs)
+        ]
+        if mode[0]:
+            lines += _memory(min(mode[0], key=lambda line: over(line, "median_ms")), mode[1])
+    return lines
+
+
+def _memory(own: Line, peers: Sequence[Line]) -> list[str]:
+    """A contestant of ours beside the leanest peer of its mode, and beside what the program says of itself."""
+    name, told = own["contestant"], own["reported_peak_gib"] / own["peak_gib"] - 1
+    lines = [f"  program.memory() of {name}: {told:+.1%} of the peak, bar 3%" + ": missed" * (abs(told) > 0.03)]
+    if peers:
+        leanest = min(peers, key=lambda line: line["peak_gib"])
+        share = own["peak_gib"] / leanest["peak_gib"]
+        pair = f"{name} / {leanest['contestant']} = {share:.2f}"
+        lines.insert(0, f"  memory: {pair}, bar 1.05" + ": missed" * (share > 1.05))
     return lines

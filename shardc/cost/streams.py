@@ -80,17 +80,17 @@ class Steps:
     before: Sequence[Action]
     repeated: Sequence[Action]
     once: Sequence[Action]
-    added: Mapping[fx.Node, int]  # call -> bytes that are added to sums after it
+    added: Mapping[fx.Node, float]  # call -> bytes of one of the terms of sums that it makes, the mean of them
 
 
 def steps_of(graph: Graph) -> Steps:
     """The actions of a rank that runs a localized graph."""
     listed = slotted_calls(graph)
     actions, terms = with_additions(graph, listed, schedule_of(listed))
-    added: dict[fx.Node, int] = {}
+    added: dict[fx.Node, float] = {}
     for call in listed.calls:
-        if size := sum(type_of(v).local_bytes(graph.mesh) for v, _, _ in call.yields if v in terms):
-            added[call.node] = size
+        if sizes := [type_of(v).local_bytes(graph.mesh) for v, _, _ in call.yields if v in terms]:
+            added[call.node] = sum(sizes) / len(sizes)
     nodes = [call.node for call in listed.calls]
     many = graph.microbatches > 1
     first, last = (listed.repeated.start, listed.repeated.stop) if many else (0, 0)

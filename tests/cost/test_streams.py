@@ -1,6 +1,7 @@
 """Graphs written by hand on the streams of a rank: times that follow by arithmetic, and what holds of every graph."""
 
 import dataclasses
+import operator
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from shardc.cost.call_seconds import CallCost, call_costs
-from shardc.cost.streams import COMPUTE, Timed, run
+from shardc.cost.streams import ADDITION, COMPUTE, Timed, run
 from shardc.ir.graph import Graph, info, operands
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
@@ -206,6 +207,21 @@ def test_a_collective_on_the_computes_cores_hides_what_is_left(products: int) ->
     exposed = taken + max(0.0, REDUCED - taken - hidden)
     assert sum(seconds for _, seconds in found.exposed) == pytest.approx(exposed, rel=1e-2)
     assert found.compute == pytest.approx(sum(found.by_call.values()), rel=1e-2)
+
+
+def test_terms_that_one_call_makes_are_added_once_each() -> None:
+    """As long as if calls of their own made them: their bytes are read twice and written."""
+    builder = Builder(MESH)
+    x = builder.input("x", TYPE, "input")
+    made = builder.call("both", None, aten.var_mean.correction, x, [0])
+    for name, index in (("variance", 0), ("mean", 1)):
+        value = builder.call(name, f"f32[{SIZE}]", operator.getitem, made, index)
+        builder.output("sum", name, value)
+    hardware = dataclasses.replace(FLAT, memory_bytes_per_second=1e9)
+    seconds = [
+        span.end - span.start for span in timed(builder.graph(), hardware)[0].spans if span.name.endswith(ADDITION)
+    ]
+    assert seconds == pytest.approx([3 * 4 * SIZE / 1e9] * 2, rel=1e-3)
 
 
 def test_ranks_meet_later_the_longer_they_have_computed() -> None:

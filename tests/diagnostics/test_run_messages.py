@@ -155,6 +155,7 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
 def test_message(case: str, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "BEAT", 0.1)
     monkeypatch.setattr(monitor, "SILENCE", 1.0)
+    monkeypatch.setattr(monitor, "this_process", lambda: None)  # all ranks are this process
     code, act = CASES[case]
     with pytest.raises(ShardcError) as raised:
         act()

@@ -87,11 +87,21 @@ def test_ratios_are_of_turns_that_ran_together() -> None:
 
 
 def test_memory_is_held_against_the_leanest_peer_and_the_report() -> None:
+    """Of its mode: sequence parallelism needs less than tensor parallelism without it."""
     lines = [line("ours-tp", 1, 40.0, peak_gib=11.0, reported_peak_gib=10.0)]
     lines += [line("dtensor-tp", 1, 52.0, peak_gib=12.0), line("megatron-tp", 1, 53.0, peak_gib=10.0)]
+    lines += [line("ours-tp-sp", 1, 41.0, peak_gib=5.0, reported_peak_gib=5.1)]
+    lines += [line("megatron-tp-sp", 1, 54.0, peak_gib=5.0)]
     said = summary.table(lines)
-    assert "  memory: 1.10 of megatron-tp's, bar 1.05: missed" in said
-    assert "  program.memory(): -9.1% of the peak, bar 3%: missed" in said
+    assert "  memory: ours-tp / megatron-tp = 1.10, bar 1.05: missed" in said
+    assert "  program.memory() of ours-tp: -9.1% of the peak, bar 3%: missed" in said
+    assert "  memory: ours-tp-sp / megatron-tp-sp = 1.00, bar 1.05" in said
+    assert "  program.memory() of ours-tp-sp: +2.0% of the peak, bar 3%" in said
+
+
+def test_a_prediction_stands_beside_what_was_measured() -> None:
+    said = summary.table([line("ours-tp", 1, 40.0, predicted_ms=38.0), line("dtensor-tp", 1, 52.0)])
+    assert any("predicted -5.0%" in text for text in said), said
 
 
 def test_a_contestant_that_kills_its_job_leaves_the_others_lines(

@@ -89,6 +89,7 @@ def test_replays_that_end_are_no_errors(ends: list[ShardcError]) -> None:
 
 def test_a_dead_rank_is_named_with_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardc.runtime.execute.monitor.SILENCE", 1.0)
+    monkeypatch.setattr("shardc.runtime.execute.monitor.this_process", lambda: None)  # both ranks are this process
     with two_ranks(other_step=7, other_replays=True) as (own, other):
         other._bell.stop()
         other._thread.join()

@@ -57,12 +57,14 @@ def feeds(
     microbatch_feeds: list[Feed] = [{} for _ in range(count)]
     shares: list[torch.Tensor] = []
     for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if port.role not in GIVEN:
+            continue  # most ports: those of state
         name = next((name for name in (port.name, *port.aliases) if name in batch), None)
         if port.role == "share":
             # Without the tokens there are no shares; another check reports the missing input.
             for feed, share in zip(microbatch_feeds, shares, strict=False):
                 feed[port.name] = share
-        if name is None or port.role not in GIVEN:
+        if name is None:
             continue
         value, shape = batch[name], ((types or {}).get(port.name) or type_of(node)).shape
         for k, feed in enumerate(microbatch_feeds):

@@ -5,9 +5,12 @@ survivor to give up breaks the connections of the others. So each rank writes a 
 its step and instruction, and the error that it died of, if it could report one). A rank whose collective fails reads
 all records:
 
-    silent, without an error of its own    it died: SC502, even where others failed of it first
+    ended, without an error of its own     it died: SC502, even where others failed of it first
     an error of its own                    it failed: SC502, with that error
     alive, at an earlier instruction       it is late or stuck: SC503
+
+Whether a process of this machine has ended is the kernel's to say (`process_end`): one that is silent may be in a call
+that keeps Python's lock. Of a rank on another machine only its silence is known.
 
 torchrun also notices a dead rank, and ends the others with SIGTERM. They then report who died before they exit.
 """
@@ -23,37 +26,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from shardc.ir.diagnostic import ShardcError, error
+from shardc.runtime.execute.process_end import this_process
+from shardc.runtime.execute.rank_record import Record
 from shardc.runtime.execute.signal_wakeup import STOP, SignalWakeup
 
 BEAT = 0.5  # seconds
-SILENCE = 6 * BEAT  # without a new beat for so long, a rank counts as dead
+SILENCE = 6 * BEAT  # after a failure, a rank of another machine without a beat for so long counts as dead
 NO_OWN_ERROR = "without an error of its own"
-
-
-@dataclass(frozen=True)
-class Record:
-    """The last published state of a rank. `own_error` is the error that it failed of, unless a collective's."""
-
-    beat: int = -1
-    step: int = 0
-    counter: int = 0  # index of the instruction
-    failed: bool = False
-    own_error: str = ""
-    closed: bool = False  # it finished its work and closed its monitor
-    terminated: bool = False  # it got SIGTERM, and so did not fail by itself
-    blamed: int = -1  # the rank that it found dead, so that ranks that fail later need not detect it a second time
-    program: int = 0  # which of the job's programs the counter is of: the job's own, then those beside it
-    begun: int = 0  # the runs of programs that it began, of any
-    replays: bool = False  # the step is a replay of a CUDA graph, which has no counter
-
-
-def _explains_failure(record: Record) -> bool:
-    """Whether a rank's record explains the failure of another rank."""
-    return bool(record.own_error) or record.blamed >= 0
 
 
 class CounterNames(Protocol):
@@ -103,7 +86,8 @@ class Monitor:
         self._programs = {0: counter_names}
         self._added, self._evaluations = 0, set[int]()
         self._store, self._beat = store, 0
-        self._lasting_fields: dict[str, Any] = {}  # fields that every later record repeats
+        self._process = this_process()
+        self._lasting_fields: dict[str, Any] = {"process": self._process}  # fields that every later record repeats
         self._fatal = fatal
         self.grace = 0.0  # seconds in which the main thread ends the process by itself, after SIGTERM
         self._reports_error = False  # the main thread will raise an error of its own
@@ -200,7 +184,7 @@ class Monitor:
             # A dead rank is known only by its silence. The wait ends early if a rank reports an error of its own, or a
             # rank that has already waited names the dead one.
             while time.monotonic() < deadline and not any(
-                _explains_failure(record) for record in (records or earlier).values()
+                record.explains_failure for record in (records or earlier).values()
             ):
                 time.sleep(BEAT)
                 records = self._records()
@@ -218,7 +202,8 @@ class Monitor:
         silent = [
             r
             for r, record in records.items()
-            if record.beat == earlier[r].beat and not (record.failed or record.terminated)
+            if record.beat == earlier[r].beat
+            and not (record.failed or record.terminated or record.has_ended(self._process) is False)
         ]
         for rank in blamed or silent:
             self._publish(blamed=rank)
@@ -370,7 +355,7 @@ class Monitor:
                 self._exit_with(
                     self._death_error(rank, record, f"of an error of its own: {record.own_error}"), terminated
                 )
-            elif now - last_beats[rank][1] > SILENCE and not (record.closed or record.failed or record.terminated):
+            elif record.is_dead(self._process, now - last_beats[rank][1], SILENCE):
                 self._exit_with(self._death_error(rank, record, NO_OWN_ERROR), terminated)
         if (
             terminated

@@ -129,11 +129,12 @@ class StepResult:
         assert len(losses) == 1 or body.is_forward_only, f"graph @{body.name} returns {len(losses)} losses"
         tensors = by_role["output"]
         numbers = {} if body.is_forward_only else {name: tensors.pop(name) for name in NUMBERS if name in tensors}
-        types = {p: type_of(v) for p, v in zip(body.outputs, body.output_values, strict=True)}
+        made = zip(body.outputs, body.output_values, strict=True)
+        types = {port: type_of(value) for port, value in made if port.role == "output"}
         model_outputs = Outputs()
         scalars: Tensors = {}
         for port, type in types.items():
-            if port.role != "output" or port.name in numbers:
+            if port.name in numbers:
                 continue
             held = tensors.get(port.name)
             join = _joined if body.microbatches > 1 and port.name in by_row else _as_is

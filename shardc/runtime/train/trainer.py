@@ -173,9 +173,10 @@ class Trainer:
             buffer, old = self._as_input("buffer", name, value), self.state[name]
             new[name] = buffer.clone() if result.finite is None else torch.where(result.finite, buffer, old)
         for name, value in result.updates.items():
-            value = self._as_input(self._inputs[name][0].role, name, value)
             if value is not self.state[name]:
-                new[name] = value
+                new[name] = self._as_input(self._inputs[name][0].role, name, value)
+        if not new:
+            return
         if self.engine.peers is None:
             self.state |= new
             return
