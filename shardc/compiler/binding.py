@@ -28,6 +28,7 @@ from shardc.ir.placement import P
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.prefetch import Prefetch
+from shardc.passes.communication.split_batch import SplitBatch
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.fusion.fuse import Fuse
@@ -57,8 +58,9 @@ def collect_plan(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path |
     return merged if plan is None else merged.merge(read_plan(plan))
 
 
-def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
-    """Options with the passes that a plan asks for, and the hardware that they weigh their choices for."""
+def bind_passes(plan: Plan, hardware: Hardware, options: Options, split: Iterable[str] = ()) -> Options:
+    """Options with the passes that a plan asks for, and the hardware that they weigh their choices for. `split` are the
+    inputs that are split into microbatches."""
     return replace(
         options,
         context=plan.context,
@@ -68,7 +70,8 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options) -> Options:
         attention=DivideAttention(plan.context.axis, plan.context.attention, hardware),
         keys=MergeKeys(plan.context.axis, plan.context.keys, plan.context.attention, hardware),
         assign=Assign(plan.experts.dispatch, hardware),
-        recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware),
+        recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware, halves=plan.overlap.split),
+        split=SplitBatch(plan.overlap.split > 1 and bool(split), frozenset(split), hardware, by_time=not plan.symbols),
         align=Align(plan.align, hardware),
         late=LateGradients(plan.overlap.late_gradients, hardware, by_time=not plan.symbols),
         bucket=Bucket(plan.bucket_bytes),

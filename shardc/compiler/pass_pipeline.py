@@ -17,6 +17,7 @@ from shardc.ir.graph import Graph, info, operands, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.verify import violations
 from shardc.passes.base import Check, Pass
+from shardc.passes.bias_products import BiasProducts
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
@@ -24,6 +25,7 @@ from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.communication.report_gathers import ReportGathers
+from shardc.passes.communication.split_batch import SplitBatch
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.context.pack_parts import PackParts
@@ -47,6 +49,7 @@ from shardc.passes.sharding.spread_taps import SpreadTaps
 from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
+from shardc.passes.sum_products import SumProducts
 from shardc.passes.verify import ENSURES, PRESERVES
 from shardc.plan.context import Context
 from shardc.rules.notation import Notation, RuleError, fit
@@ -72,6 +75,7 @@ class Options:
     assign: Assign = field(default_factory=Assign)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
+    split: SplitBatch = field(default_factory=SplitBatch)
     align: Align = field(default_factory=Align)
     late: LateGradients = field(default_factory=LateGradients)
     bucket: Bucket = field(default_factory=Bucket)
@@ -115,12 +119,22 @@ def body_passes(
         Localize(),
         OnlineSoftmax(options.hardware),
         PackParts(options.hardware),
+        options.split,
     ]
 
 
 def part_passes(options: Options) -> list[Pass]:
     """Every pass over what a rank runs, in order: its body, or each graph of each of its pipeline stages."""
-    return [options.align, Overlap(options.hardware), options.late, options.bucket, options.prefetch, options.fuse]
+    return [
+        options.align,
+        Overlap(options.hardware),
+        options.late,
+        SumProducts(),
+        options.bucket,
+        options.prefetch,
+        BiasProducts(options.fuse.enabled),
+        options.fuse,
+    ]
 
 
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:
@@ -141,7 +155,7 @@ def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:
 
 def _contents(graph: Graph) -> list[object]:
     """All that checks read of a graph. None of it is changed in place: another value is another object."""
-    contents: list[object] = [*graph.inputs, *graph.outputs, *graph.mesh.axes, graph.microbatches]
+    contents: list[object] = [*graph.inputs, *graph.outputs, *graph.mesh.axes, graph.microbatches, graph.halves]
     contents += (*graph.seeds, *graph.seeds.values())
     for node in graph.fx.nodes:
         contents += (node, node.target, node.args, node.kwargs, node.meta.get("shardc"))

@@ -19,8 +19,9 @@ from typing import Any, cast, get_args
 import torch
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError
-from shardc.ir.graph import Graph, type_of
+from shardc.ir.graph import Graph, Port, type_of
 from shardc.ir.hardware import problems_of
+from shardc.ir.microbatch import GIVEN
 from shardc.ir.parse import parse as read
 from shardc.ir.program import SHOWN, PlanRecord, Program, refuse_unsound
 from shardc.partition.staged_check import bound_faults, stage_faults
@@ -77,7 +78,7 @@ def _refuse(faults: list[Fault]) -> None:
 
 def _interface(body: Graph, reference: Graph) -> Iterator[Fault]:
     """The same inputs and outputs, in order: roles, names and global types."""
-    if (body.microbatches, body.tokens) != (reference.microbatches, reference.tokens):
+    if (body.microbatches * body.halves, body.tokens) != (reference.microbatches, reference.tokens):
         yield Fault(body.name, "its microbatches, or what they are weighted by, are not the reference's")
     yield from (Fault(body.name, line) for line in limits_differ(reference, body))
     inputs = [port.name for port in reference.inputs if port.role == "input"]
@@ -105,11 +106,21 @@ def _interface(body: Graph, reference: Graph) -> Iterator[Fault]:
                 yield Fault(
                     body.name, f"{side} {port.role} '{port.name}' is {twin.role} '{twin.name}' to the reference", value
                 )
-            elif (type.dtype, type.shape) != (global_type.dtype, global_type.shape):
+            elif type.dtype != global_type.dtype or type.shape not in _shapes(body, port, global_type.shape):
                 yield Fault(body.name, f"{side} '{port.name}' is {type}, to the reference {global_type}", value)
     losses = [port.name for port in body.outputs if port.role == "loss"]
     if len(losses) != 1 and not (body.is_forward_only and not losses and body.outputs):
         yield Fault(body.name, f"it returns {len(losses)} losses")
+
+
+def _shapes(body: Graph, port: Port, shape: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """Those that a body's input or output may have, of a shape in a microbatch of the reference."""
+    halves = body.halves
+    if halves == 1 or port.role not in (*GIVEN, "output"):
+        return {shape}
+    if port.role == "input":
+        return {shape, *([(halves * shape[0], *shape[1:])] if shape else [])}
+    return {(halves, *shape), *([shape] if port.role == "output" else [])}
 
 
 def _meshes(program: Program, staged: StagedProgram) -> Iterator[Fault]:

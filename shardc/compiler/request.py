@@ -133,6 +133,8 @@ def compiled(request: Request) -> Compiled:
         plan = plan.model_copy(
             update={"clip_grad_norm": None, "nonfinite": None, "experts": plan.experts.without_refusal}
         )
+    if request.like is not None or not trains:
+        plan = plan.model_copy(update={"overlap": plan.overlap.without_split})
     if request.like is not None:
         plan = _in_parts(plan, request)
     if plan.clip_grad_norm is not None and trains and request.optimizer is None:
@@ -174,7 +176,8 @@ def compiled(request: Request) -> Compiled:
         keep_gathered=keep,
         reduce=None if precision is None else precision.reduce,
     )
-    options = bind_passes(plan, plan.hardware.value.on(mesh), options)
+    parts = split_inputs(call) if plan.microbatches > 1 else []
+    options = bind_passes(plan, plan.hardware.value.on(mesh), options, parts)
     if request.generates:  # what a token is rounded to must not depend on those beside it
         options = replace(options, quantize=Quantize())
     updates = None
@@ -201,7 +204,7 @@ def compiled(request: Request) -> Compiled:
     if plan.microbatches > 1 and any(_output_shapes(traced).values()):
         record["by_row"] = _by_row(request, call, traced, plan.microbatches)
     if plan.microbatches > 1:
-        record["split"] = split_inputs(call)
+        record["split"] = parts
     graphs = compile_step(task, options)
     if asks and plan.microbatches > 1:
         _refuse_divided(request, graphs.reference, plan.microbatches)

@@ -33,6 +33,7 @@ from shardc.ir.ops.exchange import EXCHANGES, ROW_MOVES
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
 from shardc.ir.schema import given
+from shardc.passes.communication.split_batch import calls_by_name
 from shardc.passes.context.divide_attention import Divided
 from shardc.passes.sharding.dispatch import Choice
 from shardc.passes.sharding.seed import Bound
@@ -218,7 +219,7 @@ def trails_of(program: Program, values: Sequence[str]) -> dict[str, tuple[Trail,
     body = {info(node).name: node for node in program.body.calls()}
 
     def look(graph: Graph) -> dict[str, tuple[Trail, ...]]:
-        nodes = {info(node).name: node for node in graph.calls()}
+        nodes = calls_by_name(graph)
         trails_by_value: dict[str, tuple[Trail, ...]] = {}
         for value in values:
             if value in body and body[value].target in PUT_IN:
@@ -287,7 +288,7 @@ def options_of(program: Program) -> Options:
     store, keep = bind_storage(plan.storage, program.reference, program.reference.mesh)
     precision, _ = bind_precision(plan)
     options = Options(store=store, keep_gathered=keep, reduce=None if precision is None else precision.reduce)
-    return bind_passes(plan, hardware_of(program), options)
+    return bind_passes(plan, hardware_of(program), options, program.plan.get("split", ()))
 
 
 def hardware_of(program: Program) -> Hardware:
@@ -297,7 +298,7 @@ def hardware_of(program: Program) -> Hardware:
 
 def _look(graph: Graph, bound: list[Bound], value: fx.Node) -> _Findings:
     """The findings for a collective of the body. A value of a later pass is looked up by its origin."""
-    nodes, about = {info(node).name: node for node in graph.calls()}, info(value)
+    nodes, about = calls_by_name(graph), info(value)
     node = nodes.get(about.name) or (nodes.get(about.origin.of) if about.origin is not None else None)
     if node is None:
         message = f"compiling the program's reference anew does not give %{about.name}: another compiler wrote it"

@@ -25,6 +25,7 @@ from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD, SCAN_TURN, S
 from shardc.ir.ops.shift import REGROUP, SHIFT_JOIN
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
+from shardc.passes.communication.split_batch import calls_by_name
 from shardc.rules.window import WINDOWED
 
 CUMULATIVE_PARTS = (CUMULATIVE_PART, CUMULATIVE_EXTREME_PART, EXTREME_GRADIENT_PART, EXTREME_OF_RUNS)
@@ -88,7 +89,7 @@ _CUMULATIVE = {"sum": "sum", "prod": "product", "logsumexp": "log-sum-exp"}
 def halo_trails(graph: Graph, rows: fx.Node) -> list[Trail]:
     """A trail for each axis of an exchange of rows; none where the graph has not its call."""
     reader, args = reader_of(rows), given(rows)
-    nodes = {info(node).name: node for node in graph.calls()}
+    nodes = calls_by_name(graph)
     # Of a result that own rows are made of, these have the name.
     origins = [origin.of for node in (reader, *reader.users) if (origin := info(node).origin) is not None]
     call = next((nodes[name] for name in (info(reader).name, *origins) if name in nodes), None)

@@ -18,6 +18,7 @@ from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SDPA_
 from shardc.ir.ops.attention_window import window_of
 from shardc.ir.schema import given
 from shardc.passes.communication.causes import Causes, as_named
+from shardc.passes.communication.split_batch import calls_by_name
 
 INHERENT = "each row attends to the keys of all ranks; another strategy of `context` sends them, or heads, otherwise"
 MERGED = "each row attends to the keys of all ranks: `context: {keys: all_gather}` sends them instead"
@@ -46,7 +47,7 @@ def attention_of(moved: fx.Node) -> fx.Node:
 def ring_trails(graph: Graph, moved: fx.Node) -> list[Trail]:
     """A trail for each axis of a ring or a merge; none where the graph has not its attention."""
     last = attention_of(moved)
-    nodes = {info(node).name: node for node in graph.calls()}
+    nodes = calls_by_name(graph)
     about = info(last)
     call = nodes.get(about.name) or (nodes.get(about.origin.of) if about.origin is not None else None)
     if call is None:

@@ -18,6 +18,7 @@ from shardc.ir.graph import Graph, Port, info
 from shardc.ir.in_flight import buffers_of
 from shardc.ir.liveness import Life, lives
 from shardc.ir.microbatch import calls_as_run, in_microbatch
+from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
 from shardc.ir.overlap_schedule import Action, Times, schedule_of, times_of
 from shardc.ir.storages import Storage, storages, unread_bytes
 
@@ -82,7 +83,9 @@ def with_additions(
     for action in actions:
         extended.append(action)
         for value, _, _ in listed.calls[action.at].yields if action.kind in ("run", "wait") else ():
-            if value in terms:
+            if value in terms and value.target is ACCUMULATE_WGRAD:
+                added[value] = len(extended) - 1  # by the product
+            elif value in terms:
                 added[value] = len(extended)
                 extended.append(Action("add", action.at))
     return extended, added

@@ -33,6 +33,7 @@ from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, results
 from shardc.ir.in_place import writes
 from shardc.ir.microbatch import before_microbatches, calls_as_run, in_microbatch
+from shardc.ir.ops.accumulate import SUMS
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.schema import schema_of
 from shardc.ir.storages import Storage, storages, yields
@@ -97,6 +98,7 @@ def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage
     """Slots for results of kernels that are not outputs, and for flat tensors, in order of birth."""
     members = pieces(body)
     excluded = {write.value for write in writes(body, of)} | set(members)
+    excluded |= {call for call in calls if call.target in SUMS}  # which later microbatches add to
     until = _read_until(body, calls, of)
     early, repeated = before_microbatches(body), in_microbatch(body)
     last_microbatch = max((index for index, call in enumerate(calls) if call in repeated), default=0)

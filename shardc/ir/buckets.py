@@ -27,10 +27,10 @@ from kernels_triton.base.inplace import INTO, Into
 from shardc.ir.graph import Graph, op_name, operands, producer, type_of
 from shardc.ir.in_place import POINTWISE, out_variant
 from shardc.ir.microbatch import before_microbatches
-from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, SUMS, write_wgrad
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, unpack
 from shardc.ir.ops.collectives import all_reduce
-from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, LINEAR_DGRAD, LINEAR_WGRAD, write_linear_bias
 from shardc.ir.schema import given
 from shardc.ir.storages import Storage
 
@@ -115,6 +115,10 @@ def maker(op: OpOverload) -> Callable[..., Any] | None:
         return _copied
     if op is LINEAR_WGRAD:
         return _wgrad
+    if op is LINEAR_BIAS:
+        return write_linear_bias
+    if op is ACCUMULATE_WGRAD:
+        return write_wgrad
     return out_variant(op) if op_name(op) in MAKES else None
 
 
@@ -122,7 +126,7 @@ def writes_out(call: fx.Node) -> bool:
     """Can a call of one result write it into a tensor that it is given, contiguous and of the result's type?"""
     if call.target in (LINEAR, LINEAR_DGRAD):
         return type_of(call).ndim > 1
-    return call.target is not ACCUMULATE and isinstance(call.target, OpOverload) and maker(call.target) is not None
+    return call.target not in SUMS and isinstance(call.target, OpOverload) and maker(call.target) is not None
 
 
 def _copied(x: Tensor, *, out: Tensor, **_: Any) -> Tensor:

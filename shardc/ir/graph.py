@@ -112,6 +112,7 @@ class Graph:
         self.outputs = tuple(outputs)
         self.name = name
         self.microbatches = 1  # of a step: see ir.microbatch
+        self.halves = 1  # of a microbatch, interleaved: see passes/communication/split_batch.py
         self.tokens: Tokens | None = None  # what their losses are weighted by; None: the step's is their mean
         self.activations: dict[str, fx.Node] = {}  # module FQN -> the value it outputs
         self.gradients: dict[str, fx.Node] = {}  # parameter -> its gradient, where the optimizer consumes it
@@ -204,7 +205,7 @@ class Graph:
         self.seeds = {table[n]: seed for n, seed in other.seeds.items() if n in table}
         self.priorities = {table[n]: p for n, p in other.priorities.items() if n in table}
         self.diagnostics = list(other.diagnostics)
-        self.microbatches, self.tokens = other.microbatches, other.tokens
+        self.microbatches, self.halves, self.tokens = other.microbatches, other.halves, other.tokens
 
     # ------------------------------------------------------------------ editing
     def unique(self, name: str) -> str:

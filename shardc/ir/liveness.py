@@ -16,7 +16,7 @@ from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, Phase, Port, Role, info, op_name
 from shardc.ir.in_place import writes
 from shardc.ir.microbatch import GIVEN, MADE, before_microbatches
-from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.accumulate import SUMS
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.local import axis_offset
 from shardc.ir.overlap_schedule import Times
@@ -91,7 +91,7 @@ def lives(
                 moved = moved or in_bucket
                 now = index if times is None else times.arrived[index]
                 forever = times is not None and target is axis_offset
-                born = 0 if forever else begin if several and target is ACCUMULATE else now
+                born = 0 if forever else begin if several and target in SUMS else now
                 life_of[storage] = Life(storage, born, end if forever else now, phase, phase, of_weights, moved)
     if early:
         behind = next((i for i, call in enumerate(calls) if call not in early and call not in microbatch_nodes), None)

@@ -17,11 +17,12 @@ from torch import fx
 
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Role, info, operands, producer, results
-from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.accumulate import SUMS
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.collectives import COLLECTIVES
 
 SHARE = "loss:share"  # the input that a microbatch's loss is multiplied by, where the step's counts by tokens
+HALVES = 2  # parts that run interleaved, where a microbatch is split: `Graph.halves`
 MOST = 2**16  # microbatches of a step
 SCALE = "loss:scale"  # the state that the loss is multiplied by, where gradients are of half precision
 CACHE = "_cache."  # prefix of the buffers that a program for generation has beside the model's: keys and values
@@ -36,6 +37,14 @@ def checked_count(count: object) -> int:
         return count
     hint = "compile the program anew, and save it"
     raise error("SC402", f"a step has 1 to {MOST} microbatches, not {str(count)[:40]}", hint=hint)
+
+
+def checked_halves(halves: object) -> int:
+    """In how many interleaved parts a microbatch runs, as a file says. Raises ShardcError (SC402) where it is none."""
+    if type(halves) is int and halves in (1, HALVES):
+        return halves
+    hint = "compile the program anew, and save it"
+    raise error("SC402", f"a microbatch runs whole or in {HALVES} halves, not in {str(halves)[:40]}", hint=hint)
 
 
 def fewest_microbatches(rows: int, most: int) -> int:
@@ -62,7 +71,7 @@ def narrowed_weights(graph: Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     among, returned = set(nodes), {producer(value)[0] for value in graph.output_values}
     narrowed: set[fx.Node] = set()
     for call in graph.calls():
-        if call not in among or call in returned or call.target is ACCUMULATE or call.target in COLLECTIVES:
+        if call not in among or call in returned or call.target in (*SUMS, *COLLECTIVES):
             continue
         read = dict.fromkeys(operands(call))
         if read and all(value in weights for value in read):
@@ -81,7 +90,7 @@ def _bytes(graph: Graph, values: Iterable[fx.Node]) -> int:
 def _for_microbatches(graph: Graph) -> set[fx.Node]:
     if graph.microbatches == 1:
         return {node for node in graph.fx.nodes if node.op != "output"}
-    sums = [node for node in graph.calls() if node.target is ACCUMULATE]
+    sums = [node for node in graph.calls() if node.target in SUMS]
     after_sums = _reached(sums, lambda node: node.users)
     outputs = zip(graph.outputs, graph.output_values, strict=True)
     per_microbatch = [value for port, value in outputs if port.role in MADE and value not in after_sums]
@@ -102,9 +111,9 @@ def crossing(graph: Graph) -> list[str]:
     if graph.microbatches == 1:
         return []
     microbatch_nodes = in_microbatch(graph)
-    sums = {node for node in microbatch_nodes if node.target is ACCUMULATE}
+    sums = {node for node in microbatch_nodes if node.target in SUMS}
     fed = [n for p, n in zip(graph.inputs, graph.placeholders, strict=True) if p.role in FED]
-    microbatch_values = _reached(fed, lambda node: [user for user in node.users if user.target is not ACCUMULATE])
+    microbatch_values = _reached(fed, lambda node: [user for user in node.users if user.target not in SUMS])
     faults: list[str] = []
     for node in graph.calls():
         if node not in microbatch_nodes:

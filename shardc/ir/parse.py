@@ -27,7 +27,7 @@ from shardc.ir.derive_provenance import derive_origins, module_of, parameter_of_
 from shardc.ir.diagnostic import ShardcError, did_you_mean, error, suggest
 from shardc.ir.graph import Graph, Phase, Port, Role, Tokens, ValueInfo, info, op_name, set_info
 from shardc.ir.mesh import AXIS_NAME, Mesh
-from shardc.ir.microbatch import checked_count
+from shardc.ir.microbatch import HALVES, checked_count
 from shardc.ir.schema import WORDS, arrange, find_op, schema_of, unfit, yields_one_tensor
 from shardc.ir.text import BARE_NAME
 from shardc.ir.types import DTYPES, Axes, TensorType
@@ -66,7 +66,7 @@ class _Parser:
         self.expect("@")
         name = self.name("a name for the graph")
         mesh = self.mesh()
-        microbatches, tokens = self.microbatches(), self.tokens()
+        microbatches, halves, tokens = self.microbatches(), self.halves(), self.tokens()
         self.expect("{")
         while not self.take(r"return\b"):
             if label := self.take(LABEL):
@@ -86,7 +86,7 @@ class _Parser:
         self.fx.output(tuple(node for _, node in outputs))
         self.name_calls()
         graph = Graph(self.fx, mesh, self.inputs, [port for port, _ in outputs], name)
-        graph.microbatches, graph.tokens = microbatches, tokens
+        graph.microbatches, graph.halves, graph.tokens = microbatches, halves, tokens
         derive_origins(graph)
         return graph
 
@@ -97,6 +97,14 @@ class _Parser:
         count = self.take(r"[1-9]\d*") or self.fail("a number of microbatches")
         self.expect(")")
         return checked_count(int(count[:20]))
+
+    def halves(self) -> int:
+        if not self.take(r"halves\b"):
+            return 1
+        self.expect("(")
+        self.expect(str(HALVES))
+        self.expect(")")
+        return HALVES
 
     def tokens(self) -> Tokens | None:
         if not self.take(r"tokens\b"):

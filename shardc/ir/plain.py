@@ -27,7 +27,7 @@ from shardc.ir.derive_provenance import cause_of_text, derive_origins, parameter
 from shardc.ir.diagnostic import CODES, Diagnostic, Severity, ShardcError, error
 from shardc.ir.graph import Graph, Phase, Port, Role, Tokens, ValueInfo, info, op_name, set_info, update
 from shardc.ir.mesh import Mesh
-from shardc.ir.microbatch import checked_count
+from shardc.ir.microbatch import checked_count, checked_halves
 from shardc.ir.provenance import Cause, Derivation, DerivationKind, Requirement, RequirementKind
 from shardc.ir.schema import WORDS, find_op, unfit, word_of
 from shardc.ir.types import DTYPE_NAMES, DTYPES, TensorType
@@ -47,6 +47,7 @@ def graph_to_plain(graph: Graph) -> Plain:
         "name": graph.name,
         "mesh": mesh_to_plain(graph.mesh),
         "microbatches": graph.microbatches,
+        **({"halves": graph.halves} if graph.halves > 1 else {}),
         "tokens": None if graph.tokens is None else asdict(graph.tokens),
         "inputs": [asdict(port) for port in graph.inputs],
         "outputs": [asdict(port) for port in graph.outputs],
@@ -59,7 +60,19 @@ def graph_to_plain(graph: Graph) -> Plain:
 
 
 GRAPH = (
-    *("name", "mesh", "microbatches", "tokens", "inputs", "outputs", "nodes", "origins", "returns", "activations"),
+    *(
+        "name",
+        "mesh",
+        "microbatches",
+        "halves",
+        "tokens",
+        "inputs",
+        "outputs",
+        "nodes",
+        "origins",
+        "returns",
+        "activations",
+    ),
 )
 
 
@@ -95,6 +108,7 @@ def graph_from_plain(data: Plain) -> Graph:
     else:
         derive_origins(graph)
     graph.microbatches = checked_count(data["microbatches"])
+    graph.halves = checked_halves(data.get("halves", 1))
     graph.tokens = _tokens(data["tokens"]) if data.get("tokens") else None  # absent from files of before there was one
     return graph
 

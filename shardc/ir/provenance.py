@@ -23,6 +23,7 @@ DerivationKind = Literal[
     "bucket",  # a collective for several; of the one in whose place it is
     "stage_term",  # one stage's part of a sum over stages
     "copy",  # a copy of a buffer, from before it changes
+    "half",  # the second half's call, of the first half's
 ]
 RequirementKind = Literal["annotation", "storage", "optimizer", "text"]
 

@@ -43,6 +43,7 @@ from shardc.partition.stage_parts import PartKey, StageParts
 from shardc.partition.stage_recompute import reuse_received_values
 from shardc.partition.step_analysis import StepAnalysis, finest_analysis
 from shardc.partition.step_epilogue import EpilogueCut, StepEpilogue
+from shardc.passes.sum_products import separate_terms
 from shardc.schedule.costs import Costs, StageCost
 from shardc.schedule.pipeline import PARTS, PartName, Pipeline, Stage, StagePart
 
@@ -143,6 +144,7 @@ def cut(
     cannot be cut.
     """
     graph = body.copy()
+    separate_terms(graph)
     kept_gathers = merge_gathers(graph)
     keep_buffers_for_backward(graph)
     if split and stages is not None and stages != len(split) + 1:

@@ -36,6 +36,7 @@ from shardc.ir.account import Account, account_of
 from shardc.ir.graph import Graph, Port, info, operands, type_of
 from shardc.ir.liveness import Life
 from shardc.ir.microbatch import GIVEN
+from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
 from shardc.ir.storages import Storage
 from shardc.partition.program_counter import graphs_of
 from shardc.partition.stage_arena import arena_plans
@@ -273,6 +274,8 @@ class Ranks:
         for life in body.account.lives:
             ports = body.returned.get(life.storage, [])
             if self.early and ports and all(port.role == "sum" for port in ports):
+                if life.storage.value.target is ACCUMULATE_WGRAD:  # it is the sum, or is added by its product
+                    continue
                 added = max((body.added_at(port) for port in ports), default=0)
                 life = replace(life, dies=max(life.born, added, body.last.get(life.storage, 0)))
             # Only what leaves a part is an activation: masks and the like are made by each part that reads them.

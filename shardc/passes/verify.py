@@ -345,6 +345,7 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "combine": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked, groups_agree),
     "recompute": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked, groups_agree),
     "localize": (no_axis_twice, outputs_as_asked, groups_agree),
+    "split_batch": (no_axis_twice, outputs_as_asked, groups_agree),
     "align": (no_axis_twice, outputs_as_asked),
     "overlap": (no_axis_twice, outputs_as_asked, groups_agree),
     "late_gradients": (no_axis_twice, outputs_as_asked, groups_agree),

@@ -8,16 +8,22 @@ from typing import Any, cast
 from pydantic import ValidationInfo, model_validator
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
+from shardc.ir.microbatch import HALVES
 from shardc.plan.values import FrozenValue, source_of
+
+FLAGS = ("late_gradients", "prefetch")
 
 
 class Overlapping(FrozenValue):
     """`late_gradients`: products that make gradients of weights run behind the collectives of backward; see
     passes/communication/late_gradients.py. `prefetch`: what gathers of parameters send is made when they may begin; see
-    passes/communication/prefetch.py. In short: false, which is nothing of this, or true."""
+    passes/communication/prefetch.py. `split`: in how many parts the batch runs, interleaved, 1 or 2; see
+    passes/communication/split_batch.py. In short: false, which is nothing of this, or true, which leaves the batch
+    whole."""
 
     late_gradients: bool = True
     prefetch: bool = True
+    split: int = 1
 
     @model_validator(mode="before")
     @classmethod
@@ -25,21 +31,29 @@ class Overlapping(FrozenValue):
         if isinstance(value, Overlapping):
             return value
         if isinstance(value, bool):
-            return dict.fromkeys(cls.model_fields, value)
+            return dict.fromkeys(FLAGS, value)
         if not isinstance(value, Mapping):
             raise _located(f"'overlap' should be true, false or a mapping, not {value!r}", info)
         for key, said in cast("Mapping[object, object]", value).items():
             if key not in cls.model_fields:
                 hint = did_you_mean(str(key), cls.model_fields, "keys of overlap")
                 raise _located(f"overlap has no key '{key}'", info, str(key), hint=hint)
-            if not isinstance(said, bool):
+            if key == "split" and not (type(said) is int and said in (1, HALVES)):
+                hint = f"write overlap: {{split: {HALVES}}}, or leave it out; accumulate takes any number"
+                raise _located(f"'overlap.split' should be 1 or {HALVES}, not {said!r}", info, "split", hint=hint)
+            if key in FLAGS and not isinstance(said, bool):
                 raise _located(f"'overlap.{key}' should be true or false, not {said!r}", info, str(key))
         return cast(Any, value)
 
+    @property
+    def without_split(self) -> Overlapping:
+        return self.model_copy(update={"split": 1})
+
     def dumped(self) -> object:
         """As plain data, in its short form; None where it is the default."""
-        off = {name: False for name in type(self).model_fields if not getattr(self, name)}
-        return False if len(off) == len(type(self).model_fields) and len(off) > 1 else off or None
+        off = {name: False for name in FLAGS if not getattr(self, name)}
+        said = {**off, **({"split": self.split} if self.split > 1 else {})}
+        return False if len(off) == len(FLAGS) and len(said) == len(off) else said or None
 
 
 def _located(

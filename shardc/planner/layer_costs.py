@@ -26,7 +26,7 @@ from shardc.ir.hardware import Hardware
 from shardc.ir.liveness import lives
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import calls_as_run, in_microbatch
-from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.accumulate import SUMS
 from shardc.ir.storages import storages
 from shardc.planner.reduced_model import KEPT, Run
 
@@ -179,7 +179,7 @@ class _Reader:
         summed: set[fx.Node] = set()
         for call in reversed(self.calls):
             readers = [user for user in call.users if user.op != "output"]
-            if readers and all(user.target is ACCUMULATE or user in summed for user in readers):
+            if readers and all(user.target in SUMS or user in summed for user in readers):
                 summed.add(call)
         return summed
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
 from shardc.ir.ops.grouped import GROUPED_MM, GROUPED_MM_WGRAD
-from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
+from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, LINEAR_DGRAD, LINEAR_WGRAD
 from shardc.rules.local import LocalCall
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import by_block, example, rule
@@ -22,8 +23,16 @@ rule(aten.mv.default, "m k, k -> m", sum="k", linear="each")
 rule([aten.dot.default, aten.vdot.default], "k, k -> ()", sum="k", linear="each")
 
 rule(LINEAR, "... k, n k -> ... n", sum="k", linear="each")
+rule(LINEAR_BIAS, "... k, n k, n -> ... n", whole="k")
 rule(LINEAR_DGRAD, "... n, n k -> ... k", sum="n", linear="each")
 rule(LINEAR_WGRAD, "... n, ... k -> n k", sum="...", linear="each")
+rule(
+    ACCUMULATE_WGRAD,
+    "... n, ... k -> n k",
+    sum="...",
+    linear="each",
+    examples=[((4, 6), (4, 3), torch.float64), ((2, 4, 6), (2, 4, 3), torch.float64)],
+)
 
 
 @rule(aten.addmm.default, examples=[((4, 6), (4, 3), (3, 6)), ((6,), (4, 3), (3, 6)), ((4, 1), (4, 3), (3, 6))])

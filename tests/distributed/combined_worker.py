@@ -19,6 +19,7 @@ from tests.hostile.combined import Batch, Tokens
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2": ("dp=2", {"accumulate": 2, "storage": {"zero": 3, "axes": ["dp"]}}),
+    "dp2 halves": ("dp=2", {"accumulate": 2, "overlap": {"split": 2}, "storage": {"zero": 3, "axes": ["dp"]}}),
     "pp2 dp2": ("pp=2, dp=2", {"pipeline": {"microbatches": 2}}),
 }
 SHAPES = [(8, 5), (6, 5), (2, 3), (8, 5)]  # rows of the whole batch, and tokens of each

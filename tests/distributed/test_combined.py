@@ -35,6 +35,7 @@ def worker(case: str) -> ModuleType:
     "case",
     [
         "dp2, padded, frozen",
+        "dp2 halves",
         *(pytest.param(case, marks=pytest.mark.long) for case in ("dp2", "dp2, padded", "pp2 dp2, padded")),
         pytest.param("pp2 dp2, frozen", marks=pytest.mark.long),
     ],

@@ -184,7 +184,16 @@ def test_a_call_that_is_lost_or_changed_is_noticed() -> None:
 
 def test_the_pass_runs_before_kernels_are_made() -> None:
     names = [each.name for each in pass_pipeline.part_passes(pass_pipeline.Options())]
-    assert names == ["align", "overlap", "late_gradients", "bucket", "prefetch", "fuse"]
+    assert names == [
+        "align",
+        "overlap",
+        "late_gradients",
+        "sum_products",
+        "bucket",
+        "prefetch",
+        "bias_products",
+        "fuse",
+    ]
 
 
 # By strategy, of a layer at cp = 4: how many transfers a product or a part of attention covers.

@@ -36,6 +36,7 @@ from shardc.partition.cut import cut
 from shardc.partition.staged_program import scheduled
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.base import Pass
+from shardc.passes.bias_products import BiasProducts
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
@@ -43,6 +44,7 @@ from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.communication.report_gathers import ReportGathers
+from shardc.passes.communication.split_batch import SplitBatch
 from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.context.pack_parts import PackParts
@@ -69,6 +71,7 @@ from shardc.passes.sharding.spread_taps import SpreadTaps
 from shardc.passes.sharding.store import Store
 from shardc.passes.softmax.online_softmax import OnlineSoftmax
 from shardc.passes.softmax.split_softmax import SplitSoftmax
+from shardc.passes.sum_products import SumProducts
 from shardc.plan.context import Balance
 from shardc.plan.values import DTYPES
 
@@ -133,11 +136,14 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "localize": Localize,
     "online_softmax": OnlineSoftmax,
     "pack_parts": PackParts,
+    "split_batch": SplitBatch,
     "align": Align,
     "overlap": Overlap,
     "late_gradients": LateGradients,
+    "sum_products": SumProducts,
     "bucket": Bucket,
     "prefetch": Prefetch,
+    "bias_products": BiasProducts,
     "fuse": Fuse,
 }
 

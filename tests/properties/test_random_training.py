@@ -1,8 +1,8 @@
 """Whole training steps at random: a real model under a random plan, with whatever of training a plan can ask for.
 
-Storage over random axes, accumulation, clipping, recomputation, precision, buckets, kernels and an optimizer are drawn
-together; the step (loss, new parameters and state) is the single device's, and so are the loss and gradients eager
-PyTorch's.
+Storage over random axes, accumulation, halves, clipping, recomputation, precision, buckets, kernels, and an optimizer,
+are drawn together; the step (loss, new parameters and state) is the single device's, and so are the loss and gradients
+eager PyTorch's.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def cases(draw: st.DrawFn) -> tuple[str, Mesh, dict[str, Any], str, int]:
             "zero": draw(st.sampled_from((1, 2, 3))), "axes": axes, "regather": draw(st.booleans())
         }  # fmt: skip
     plan["accumulate"] = draw(st.sampled_from((1, 2, 3)))
+    plan["overlap"] = {"split": draw(st.sampled_from((1, 1, 2)))}
     plan["fuse"] = draw(fusions)
     plan["bucket"] = draw(st.sampled_from((False, True, 2000)))
     plan["recompute"] = draw(st.sampled_from(("none", "full", "selective", {"budget": 4096})))
@@ -108,7 +109,8 @@ def test_a_random_step_equals_the_single_device(case: tuple[str, Mesh, dict[str,
     optimizer = None if make is None else make(groups)
     try:
         with patch.object(iteration_space, "MAX_SPLIT_COLUMNS", widest):
-            batch = batch_of(name, plan.get("pipeline", {}).get("microbatches", plan["accumulate"]))
+            count = plan.get("pipeline", {}).get("microbatches", plan["accumulate"]) * plan["overlap"]["split"]
+            batch = batch_of(name, count)
             program = shardc.compile(built, batch, mesh=mesh, plan=plan, optimizer=optimizer)
     except ShardcError as refused:
         codes = sorted({d.code for d in refused.diagnostics})

@@ -85,14 +85,15 @@ FLOORS: list[dict[str, str]] = [
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
         "shardc.plan": """
-            __init__ clipping context experts fuse hardware hugging_face overlap packaged pipeline schema symbols values
+            __init__ clipping context experts fuse hardware hugging_face overlap packaged pipeline schema symbols
+            values
         """,
     },
     {
         "shardc.passes": """
-            __init__ accumulate attention_keys attention_rows base carried_states communication communication.bucket
-            communication.causes communication.combine communication.late_gradients communication.overlap
-            communication.prefetch communication.report_gathers context
+            __init__ accumulate attention_keys attention_rows base bias_products carried_states communication
+            communication.bucket communication.causes communication.combine communication.late_gradients
+            communication.overlap communication.prefetch communication.report_gathers communication.split_batch context
             context.attention_times context.divide_attention context.divided_heads context.merge_keys
             context.pack_parts cumulative_rows exchanged_rows fusion fusion.analysis fusion.analysis.access
             fusion.analysis.constant_values fusion.analysis.iteration_space fusion.analysis.space_cache
@@ -119,7 +120,7 @@ FLOORS: list[dict[str, str]] = [
             sharding.lower_reshards sharding.named_rows sharding.pool_taps sharding.prefixes sharding.propagate
             sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps
             sharding.store sharding.strided_taps shifted_rows softmax softmax.online_softmax softmax.split_softmax
-            softmax.statistics type_check verify
+            softmax.statistics sum_products type_check verify
         """,
     },
     {

@@ -25,7 +25,7 @@ class Transport:
 
     def P2POp(self, op: str, tensor: torch.Tensor, peer: int, group: Any = None, tag: int = 0) -> SimpleNamespace:
         assert tensor.is_contiguous()
-        return SimpleNamespace(op=op, tensor=tensor, peer=peer, tag=tag)
+        return SimpleNamespace(op=op, tensor=tensor, peer=peer, tag=tag, group=group)
 
     def batch_isend_irecv(self, ops: list[SimpleNamespace]) -> list[SimpleNamespace]:
         self.posted.append(ops)
@@ -37,7 +37,7 @@ class Transport:
 def made(monkeypatch: pytest.MonkeyPatch, coalesced: bool = False) -> tuple[Transfers, Transport]:
     transport = Transport(coalesced)
     monkeypatch.setattr(transfers, "dist", transport)
-    return Transfers(None, torch.device("cpu"), timedelta(seconds=1)), transport
+    return Transfers({True: "onward", False: "back"}, torch.device("cpu"), timedelta(seconds=1)), transport
 
 
 def test_a_receive_is_waited_for_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,3 +104,37 @@ def test_whose_fault_it_is_is_found_where_the_rank_waits(monkeypatch: pytest.Mon
     monitor.counter = 9
     with pytest.raises(ShardcError, match="closed, at 7"):
         arrival.wait()
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_directions_have_a_group_each(monkeypatch: pytest.MonkeyPatch, coalesced: bool) -> None:
+    """A gradient that is waited for holds up no activation: they are other works of other groups."""
+    under_way, transport = made(monkeypatch, coalesced)
+    one = [TensorSpec((2,), torch.float32)]
+    activation, gradient = under_way.post(
+        [(ChannelEnd(0, 2, (0,), True), [torch.ones(2)]), (ChannelEnd(1, 0, (0,), False), [torch.zeros(2)])],
+        [(ChannelEnd(2, 0, (0,), True), one), (ChannelEnd(3, 2, (1,), False), one)],
+    )
+    groups = [[(op.op, op.peer, op.group) for op in ops] for ops in transport.posted]
+    assert groups == [
+        [("send", 2, "onward"), ("receive", 0, "onward")],
+        [("send", 0, "back"), ("receive", 2, "back")],
+    ]
+    activation.wait()
+    assert transport.waited == (["batch 0"] if coalesced else ["receive 0.0"])
+    gradient.wait()
+    assert transport.waited[1:] == (["batch 1"] if coalesced else ["receive 1.1"])
+    under_way.drain()
+    assert transport.waited[2:] == (["batch 0", "batch 1"] if coalesced else ["send 0.0", "send 1.0"])
+
+
+def test_a_send_alone_waits_for_its_own_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way, transport = made(monkeypatch, coalesced=True)
+    one = [TensorSpec((2,), torch.float32)]
+    (gradient,) = under_way.post(
+        [(ChannelEnd(0, 1, (0,), True), [torch.ones(2)])], [(ChannelEnd(1, 1, (0,), False), one)]
+    )
+    under_way.drain()
+    assert transport.waited == ["batch 0"]
+    gradient.wait()
+    assert transport.waited == ["batch 0", "batch 1"]

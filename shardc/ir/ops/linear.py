@@ -7,8 +7,8 @@ gets in the way of sharding the sequence. Whole, the three products are one line
     linear_dgrad  ... n, n k -> ... k      sums n
     linear_wgrad  ... n, ... k -> n k      sums every leading dim
 
-The bias is an `aten.add` after the product and never part of it: a product over a sharded K is a pending sum,
-and a bias inside would be added once a shard.
+The bias is an `aten.add` after the product: a product over a sharded K is a pending sum, and a bias inside would be
+added once a shard. The pass `bias_products` makes `linear_bias` of a product that is none, and of its bias.
 """
 
 from __future__ import annotations
@@ -28,6 +28,21 @@ def _linear(x: Tensor, w: Tensor) -> Tensor:
 def _linear_fake(x: Tensor, w: Tensor) -> Tensor:
     _check(x.shape[-1] == w.shape[1], "linear", x, w)
     return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+def _linear_bias(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.addmm(b, x.reshape(-1, x.shape[-1]), w.t()).view(*x.shape[:-1], w.shape[0])
+
+
+def write_linear_bias(x: Tensor, w: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """The product with its bias, written to `out`, which is contiguous."""
+    torch.addmm(b, x.reshape(-1, x.shape[-1]), w.t(), out=out.view(-1, w.shape[0]))
+    return out
+
+
+def _linear_bias_fake(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    _check(b.shape == w.shape[:1], "linear_bias", w, b)
+    return _linear_fake(x, w)
 
 
 def _dgrad(g: Tensor, w: Tensor) -> Tensor:
@@ -54,6 +69,7 @@ def _check(ok: bool, op: str, a: Tensor, b: Tensor) -> None:
 
 
 LINEAR = define("linear(Tensor x, Tensor w) -> Tensor", _linear, _linear_fake)
+LINEAR_BIAS = define("linear_bias(Tensor x, Tensor w, Tensor b) -> Tensor", _linear_bias, _linear_bias_fake)
 LINEAR_DGRAD = define("linear_dgrad(Tensor g, Tensor w) -> Tensor", _dgrad, _dgrad_fake)
 LINEAR_WGRAD = define("linear_wgrad(Tensor g, Tensor x) -> Tensor", _wgrad, _wgrad_fake)
 

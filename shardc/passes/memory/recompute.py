@@ -63,12 +63,13 @@ ATTENTION = {"bmm", "shardc.sdpa", "shardc.sdpa_keys"}  # products of activation
 
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """Trade arithmetic for memory. `budget` is in bytes a rank."""
+    """Trade arithmetic for memory. `budget` is in bytes a rank, for the `halves` that are under way at once."""
 
     mode: Mode = "none"
     budget: int = 0
     collectives: bool = False
     hardware: Hardware = DEFAULT
+    halves: int = 1
 
     def run(self, graph: Graph) -> Graph:
         if self.mode == "none":
@@ -85,9 +86,10 @@ class Recompute(Pass):
             }
 
         if self.mode == "budget":
-            selected, peak = within(tradeoffs, self.budget, lambda choices: forward.peak(dropped(choices)))
-            if peak > self.budget:
-                graph.diagnostics.append(self._too_much(peak))
+            each = self.budget // self.halves
+            selected, peak = within(tradeoffs, each, lambda choices: forward.peak(dropped(choices)))
+            if peak > each:
+                graph.diagnostics.append(self._too_much(peak * self.halves))
         else:
             selected = [fewest_bytes(t) for t in tradeoffs]
         _rewrite(graph, forward, dropped(selected))

@@ -86,7 +86,7 @@ def limits_differ(reference: Graph, body: Graph) -> list[str]:
             or list(given(node)["layout"]) != layout_of(type_of(twin), body.mesh)
         ):
             faults.append(f"{name} limits rows on one device otherwise than ranks do")
-    faults += [f"{name} limits rows, and not on one device" for name, n in limits.items() if not info(n).is_recomputed]
+    faults += [f"{name} limits rows, and not on one device" for name, n in limits.items() if info(n).origin is None]
     return faults
 
 

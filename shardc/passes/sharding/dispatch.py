@@ -135,7 +135,8 @@ class Sent:
 def layers_of_experts(graph: Graph) -> list[list[object]]:
     """Of each layer whose rows are counted: the module, its experts as the sizes of atoms, and among how many ranks
     each of these is divided."""
-    counts = {info(node).name.removesuffix(".load"): node for node in graph.calls() if node.target is COUNT_ROWS}
+    found = (node for node in graph.calls() if node.target is COUNT_ROWS and info(node).origin is None)
+    counts = {info(node).name.removesuffix(".load"): node for node in found}
     layers: list[list[object]] = []
     for name, node in counts.items():
         products = [call for call in readers_of(graph.by_name(name)) if call.target is EXPERT_MM]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardc.ir.graph import Graph, Port
-from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.accumulate import ACCUMULATE, SUMS, add_wgrad
 from shardc.ir.ops.context import RankContext, running
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.call_arguments import CallArguments, Slot
@@ -36,9 +36,10 @@ class BodyCode:
         self._once_per_step = routine.code(repeated.stop)  # and once, after all of them
         for index, *rest in self._first_microbatch:
             instruction = listing.instructions[index]
-            if instruction.node.target is ACCUMULATE:
+            if instruction.node.target in SUMS:
+                add = torch.Tensor.add_ if instruction.node.target is ACCUMULATE else add_wgrad
                 into = instruction.yields[0][2]
-                rest = [torch.Tensor.add_, CallArguments((Slot(into), Slot(instruction.reads[0])), {}), into, rest[-1]]
+                rest = [add, CallArguments(tuple(map(Slot, (into, *instruction.reads))), {}), into, rest[-1]]
             self._later_microbatches.append((index, *rest))  # type: ignore[arg-type]
 
     @torch.no_grad()

@@ -7,14 +7,14 @@
     the global batch is  a0 a1 b0 b1 | a2 a3 b2 b3
 
 A part is cut into the microbatches, as a whole batch is; a microbatch has the slices of all parts, in the order of
-their data coordinates. Ranks of one data coordinate bring the same rows: those of other axes (tp, cp) take what they
-hold of them, stages of a pipeline what they read.
+their data coordinates, and so has each of two interleaved halves of it. Ranks of one data coordinate bring the same
+rows: those of other axes (tp, cp) take what they hold of them, stages of a pipeline what they read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, cast
 
@@ -54,6 +54,7 @@ class DataParts:
     microbatches: int
     inputs: Mapping[str, TensorType]
     names: tuple[str, ...]
+    halves: int = 1  # of a microbatch, each of which has slices of all parts
 
     @classmethod
     def of(cls, body: Graph, split: Collection[str] = ()) -> DataParts:
@@ -62,12 +63,14 @@ class DataParts:
         `split` are the inputs that are split into microbatches, of a step that has several. Of a step that has one, the
         first input whose dim 0 is sharded says how many rows a batch has.
         """
-        types = {p.name: type_of(n) for p, n in zip(body.inputs, body.placeholders, strict=True) if p.role == "input"}
+        whole = {p.name: type_of(n) for p, n in zip(body.inputs, body.placeholders, strict=True) if p.role == "input"}
+        several = body.microbatches * body.halves
+        types = {n: _of_half(type) if body.halves > 1 and n in split else type for n, type in whole.items()}
         cut = {name: type for name, type in types.items() if _rows_axes(type)}
-        if body.microbatches > 1:
+        if several > 1:
             cut = {name: type for name, type in cut.items() if name in split}
         if not cut and any(size == 1 for _, size in body.mesh.axes):  # an axis of one rank shards nothing
-            return cls(body.mesh, (), 1, 0, body.microbatches, {}, tuple(types))
+            return cls(body.mesh, (), 1, 0, body.microbatches, {}, tuple(types), body.halves)
         if not cut:
             what = "`data: per_rank` is without parts: no input has its rows, dim 0, sharded"
             hint = 'place the batch over an axis, as in inputs: {input_ids: "dp, -"}; or leave `data` out'
@@ -77,7 +80,7 @@ class DataParts:
         count = body.mesh.size(axes)
         problems: list[Diagnostic] = []
         for name, type in types.items():
-            if type.shape[:1] != (rows,) or (body.microbatches > 1 and name not in split):
+            if type.shape[:1] != (rows,) or (several > 1 and name not in split):
                 cut.pop(name, None)  # every rank gives the whole of it
             elif not _rows_axes(type):
                 what = f"'{name}' has {rows} rows, as '{first_name}' has, and they are not sharded: it has no parts"
@@ -88,13 +91,15 @@ class DataParts:
                 hint = "place dim 0 of all of them over the same axes"
                 problems.append(Diagnostic("SC226", f"rows lie over other axes: {over}", tensor=name, hint=hint))
             elif rows % count or not _in_order(type, body.mesh, axes):
-                each = "" if body.microbatches == 1 else " of a microbatch"
+                each = "" if several == 1 else " of a microbatch"
                 what = f"the {rows} rows{each} of '{name}' are not {count} equal parts, one after the other: {type}"
-                hint = f"give a batch of a multiple of {count * body.microbatches} rows, and place dim 0 by axes alone"
+                hint = f"give a batch of a multiple of {count * several} rows, and place dim 0 by axes alone"
                 problems.append(Diagnostic("SC226", what, tensor=name, hint=hint))
         if problems:
             raise ShardcError(*problems)
-        return cls(body.mesh, axes, count, rows // count, body.microbatches, cut, tuple(types))
+        rows = rows // count * body.halves
+        inputs = {name: whole[name] for name in cut}
+        return cls(body.mesh, axes, count, rows, body.microbatches, inputs, tuple(types), body.halves)
 
     def index(self, member: int) -> int:
         """The data coordinate of a rank of the mesh: the part that it brings."""
@@ -144,8 +149,9 @@ class DataParts:
         part: dict[str, torch.Tensor] = {}
         for name, value in inputs.items():
             if name in self.inputs:
-                microbatches = value.chunk(self.microbatches)
-                value = torch.cat([rows.narrow(0, index * self.rows, self.rows) for rows in microbatches])
+                each = self.rows // self.halves
+                slices = value.chunk(self.microbatches * self.halves)
+                value = torch.cat([rows.narrow(0, index * each, each) for rows in slices])
             part[name] = value
         return part
 
@@ -196,6 +202,11 @@ class DataParts:
 def data_parts_of(plan: PlanRecord, body: Graph) -> DataParts | None:
     """Those of a program whose ranks bring parts; None where each is given the whole batch."""
     return DataParts.of(body, plan.get("split", ())) if plan.get("data") == "per_rank" else None
+
+
+def _of_half(type: TensorType) -> TensorType:
+    """The type that one of two halves of an input has."""
+    return replace(type, dims=(type.dims[0][1:], *type.dims[1:]))
 
 
 def _rows_axes(type: TensorType) -> tuple[str, ...]:

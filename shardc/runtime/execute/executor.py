@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD, add_wgrad
 from shardc.ir.ops.context import RankContext, running
 from shardc.partition.program_counter import STRIDE, graphs_of
 from shardc.partition.stage_arena import arena_plans
@@ -59,7 +60,7 @@ class Executor:
 
     def __init__(self, program: StagedProgram, c: int, context: RankContext, rank: int, peers: PeerGroups) -> None:
         self.program, self.c, self.context, self.rank, self.peers = program, c, context, rank, peers
-        self.transfers = Transfers(peers.whole_group, peers.device, peers.limit)
+        self.transfers = Transfers(peers.directions, peers.device, peers.limit)
         self.arena = Arena(arena_plans(program, c), peers.device)
         self.body: BodyCode | None = None
         self.epilogue: EpilogueCode | None = None
@@ -187,7 +188,8 @@ class Executor:
             first = tags.get((type(i), i.peer), 0)
             tags[type(i), i.peer] = first + len(names)
             numbers = tuple(range(first, first + len(names)))
-            channel = ChannelEnd((index + offset) * STRIDE, self.peers.ranks[i.peer], numbers)
+            onward = isinstance(i, Send) == (i.peer > self.c)
+            channel = ChannelEnd((index + offset) * STRIDE, self.peers.ranks[i.peer], numbers, onward)
             if isinstance(i, Send):
                 sends.append((channel, (i.value, i.microbatch)))
             else:
@@ -201,10 +203,14 @@ class Executor:
         return act
 
     # ------------------------------------------------------------------ gradients, and the end of the step
-    def _add(self, name: str, term: torch.Tensor) -> None:
-        """Add a microbatch's term to a sum, which has its own memory. Sums over ranks are contiguous on all of them."""
+    def _add(self, name: str, term: torch.Tensor, *product: Any) -> None:
+        """Add a microbatch's term to a sum, which has its own memory. Sums over ranks are contiguous on all of them. Or
+        a term that is the `product` of a gradient with an operand, in a dtype."""
         total = self._sums.get(name)
-        if total is not None:
+        if product:
+            x, dtype = product
+            self._sums[name] = ACCUMULATE_WGRAD(term, x, dtype) if total is None else add_wgrad(total, term, x)
+        elif total is not None:
             total.add_(term)
         elif name in self.program.shared:
             self._sums[name] = term.clone(memory_format=torch.contiguous_format)
@@ -274,7 +280,7 @@ class _PartCode:
         code: GraphCode,
         program: StagedProgram,
         part: StagePart,
-        add: Callable[[str, torch.Tensor], None],
+        add: Callable[..., None],
     ) -> None:
         members, self._value = program.members, program.lists.pipeline.value_key
         self._code, self._add, self.reads = code, add, part.reads

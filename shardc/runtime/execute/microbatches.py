@@ -3,6 +3,7 @@
     batch [8, 128] of a program of 4 microbatches        4 x [2, 128]
 
 Tensors that were not split when the program was compiled (a scalar, positions of [1, 128]) go to each microbatch whole.
+Of a graph whose microbatches are two interleaved halves (`Graph.halves`), one is two of these parts, in one tensor.
 Random draws differ between microbatches: a microbatch's key is derived from the step's key and its index
 (`ir.ops.streams`).
 
@@ -69,18 +70,44 @@ def feeds(
         value, shape = batch[name], ((types or {}).get(port.name) or type_of(node)).shape
         for k, feed in enumerate(microbatch_feeds):
             if port.role == "seed":
-                feed[port.name] = torch.full_like(value, fold_in(int(value), k))
+                feed[port.name] = _keys(value, k, graph.halves)
             elif count == 1 or (tuple(value.shape) == shape and port.name not in split):
                 feed[port.name] = value
             else:
                 feed[port.name] = _part(port.name, value, shape, k, count)
         if graph.tokens is not None and port.name == graph.tokens.input:
             whole = types is None or port.name not in types
-            tokens = [feed[port.name] for feed in microbatch_feeds]
+            tokens = [half for feed in microbatch_feeds for half in feed[port.name].chunk(graph.halves)]
             parts, shares = _token_shares(tokens, graph.tokens, None if whole else counted)
+            if graph.halves > 1:
+                parts, shares = _joined(parts, graph.halves, torch.cat), _joined(shares, graph.halves, torch.stack)
             for feed, part in zip(microbatch_feeds, parts, strict=True):
                 feed[port.name] = part
     return microbatch_feeds
+
+
+def halved(graph: Graph, feed: Feed, split: Collection[str]) -> list[Feed]:
+    """The inputs of each half of a microbatch; `split` are those that are split into microbatches."""
+    return (
+        [
+            {name: value.chunk(graph.halves)[half] if name in split else value for name, value in feed.items()}
+            for half in range(graph.halves)
+        ]
+        if graph.halves > 1
+        else [feed]
+    )
+
+
+def _keys(key: torch.Tensor, microbatch: int, halves: int) -> torch.Tensor:
+    """The key of a microbatch, or those of its halves, of the step's."""
+    step = int(key.flatten()[0])
+    keys = [fold_in(step, microbatch * halves + half) for half in range(halves)]
+    return torch.tensor(keys if halves > 1 else keys[0], dtype=key.dtype, device=key.device)
+
+
+def _joined(parts: Sequence[torch.Tensor], count: int, join: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Every `count` tensors as one."""
+    return [join(list(parts[at : at + count])) for at in range(0, len(parts), count)]
 
 
 def _token_shares(

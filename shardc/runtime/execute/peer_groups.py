@@ -19,12 +19,19 @@ from shardc.schedule.instructions import COLLECTIVE, TRANSFER, CoordinateGroup
 
 @dataclass(frozen=True)
 class PeerGroups:
-    """`ranks` are the job's ranks by coordinate. `handle` gives the process group of some ranks, None for one rank."""
+    """`ranks` are the job's ranks by coordinate. `handle` gives the process group of some ranks, None for one rank;
+    `back` is the group of all of them for what is sent to a coordinate before one's own."""
 
     ranks: tuple[int, ...]
     handle: Callable[[Sequence[int]], Any]
     device: torch.device
     limit: timedelta
+    back: Any = None
+
+    @property
+    def directions(self) -> dict[bool, Any]:
+        """The groups of transfers, by whether the receiver's coordinate is behind the sender's."""
+        return {True: self.whole_group, False: self.back}
 
     def group(self, coordinates: Sequence[int]) -> Any:
         return self.handle([self.ranks[c] for c in coordinates])
@@ -41,16 +48,15 @@ class PeerGroups:
         """
         if len(self.ranks) == 1:
             return
-        dist.all_reduce(torch.zeros(1, device=self.device), group=self.whole_group)
         peers = sorted({i.peer for i in program.lists.ranks[c] if isinstance(i, TRANSFER)})
-        ops: list[dist.P2POp] = []
-        for peer in peers:
-            for act in (dist.isend, dist.irecv):
-                ops.append(
-                    dist.P2POp(act, torch.zeros(1, device=self.device), self.ranks[peer], group=self.whole_group)
-                )
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
+        for onward, group in self.directions.items():
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            ops: list[dist.P2POp] = []
+            for peer in peers:
+                act = dist.isend if onward == (peer > c) else dist.irecv
+                ops.append(dist.P2POp(act, torch.zeros(1, device=self.device), self.ranks[peer], group=group))
+            for work in dist.batch_isend_irecv(ops) if ops else []:
+                work.wait()
         torch.cuda.synchronize(self.device)
 
 

@@ -8,7 +8,7 @@ all-reduce whose operand is not read again (`spent`) works in place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -37,9 +37,10 @@ class ProcessGroupCommunicator:
 
     Creating a group is itself collective: every rank creates all groups in the same order, also groups without it. A
     job may have several `copies` of the mesh; each lists the job's ranks in the order of the mesh's ranks. This rank is
-    `rank` of copy `copy_index`. `also` lists further groups of the job's ranks. Those that are `known`, of another
-    communicator's `groups`, are not made again. Along the axes `twice` there are two groups: sums of gradients have the
-    other one, and hold up no other exchange. The first is of high priority, as compute waits for what it brings.
+    `rank` of copy `copy_index`. `also` lists further groups of the job's ranks, and `back` those that have a second
+    group, for what is sent back. Groups of another communicator that is `known` are not made again. Along the axes
+    `twice` there are two groups: sums of gradients have the other one, and hold up no other exchange. The first is of
+    high priority, as compute waits for what it brings.
     """
 
     def __init__(
@@ -51,19 +52,29 @@ class ProcessGroupCommunicator:
         copies: Sequence[Sequence[int]] | None = None,
         copy_index: int = 0,
         also: Iterable[Sequence[int]] = (),
-        known: Mapping[tuple[int, ...], Any] | None = None,
+        known: ProcessGroupCommunicator | None = None,
         twice: Iterable[Sequence[str]] = (),
+        back: Iterable[Sequence[int]] = (),
     ) -> None:
         copies = [range(mesh.world_size)] if copies is None else copies
         self.mesh, self.rank, self._job = mesh, rank, copies[copy_index]
         all_ranks = tuple(sorted(member for copy in copies for member in copy))
-        self.groups: dict[tuple[int, ...], Any] = {all_ranks: dist.group.WORLD, **(known or {})}
+        self.groups: dict[tuple[int, ...], Any] = {
+            all_ranks: dist.group.WORLD,
+            **({} if known is None else known.groups),
+        }
+        self.back: dict[tuple[int, ...], Any] = {} if known is None else dict(known.back)
         within = [ranks for names in (*axes, mesh.names) for ranks in mesh.groups(names)]
         for group in (*([copy[rank] for rank in ranks] for copy in copies for ranks in within), *also):
             members = tuple(sorted(group))
             if len(members) > 1 and members not in self.groups:
                 options = high_priority(dist.get_backend(), timeout)
                 self.groups[members] = dist.new_group(list(members), timeout=timeout, pg_options=options)
+        for group in back:
+            members = tuple(sorted(group))
+            if len(members) > 1 and members not in self.back:
+                options = high_priority(dist.get_backend(), timeout)
+                self.back[members] = dist.new_group(list(members), timeout=timeout, pg_options=options)
         self._late: dict[tuple[int, ...], Any] = {}
         for group in (
             [copy[rank] for rank in ranks] for copy in copies for axes in twice for ranks in mesh.groups(axes)

@@ -11,16 +11,20 @@ the step ends. Suppose that ranks are stuck, and take the one whose position on 
 for a transfer at its position or before, so its peer has not posted that one and is stuck even earlier: a
 contradiction.
 
-Over NCCL a batch is one group call on a stream of its own, where the batches of a rank run one after another in the
-order of the list. That stream is the machine of the proof. Compute waits for it by an event at the first read; the host
-never waits. Sent tensors stay allocated until the send is complete; receive buffers are allocated in compute's stream
-beforehand.
+What goes onward, to a coordinate behind the sender's, and what comes back have a process group each. So a receive that
+waits for a gradient does not hold up an activation that is sent after it.
+
+Over NCCL a batch is one group call in each direction, on a stream of the direction's own, where those of a rank run one
+after another in the order of the list. A stream waits for less than the machine of the proof, which runs all of them in
+this order: what is stuck there waits for something earlier on the time line, as above. Compute waits for a stream by an
+event at the first read; the host never waits. Sent tensors stay allocated until the send is complete; receive buffers
+are allocated in compute's stream beforehand.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -47,11 +51,13 @@ class TensorSpec(NamedTuple):
 
 
 class ChannelEnd(NamedTuple):
-    """One end of a transfer of the list: the peer, by its rank in the job, and a tag for each tensor of the value."""
+    """One end of a transfer of the list: the peer, by its rank in the job, a tag for each tensor of the value, and
+    whether it goes `onward`, to a coordinate behind the sender's."""
 
     counter: int
     peer: int
     tags: tuple[int, ...]
+    onward: bool = True
 
 
 class PendingReceive:
@@ -80,10 +86,11 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 class Transfers:
-    """A rank's transfers in flight. `group` contains the ranks of the pipeline's axis that it exchanges values with."""
+    """A rank's transfers in flight. `groups` contain the ranks of the pipeline's axis that it exchanges values with, by
+    whether a value goes onward."""
 
-    def __init__(self, group: Any, device: torch.device, limit: timedelta) -> None:
-        self._group, self._device, self._limit = group, device, limit
+    def __init__(self, groups: Mapping[bool, Any], device: torch.device, limit: timedelta) -> None:
+        self._groups, self._device, self._limit = groups, device, limit
         self._on_gpu = device.type == "cuda"
         self._pending_sends: deque[_PendingSends] = deque()
         self.monitor: RunMonitor | None = None
@@ -96,7 +103,7 @@ class Transfers:
     ) -> list[PendingReceive]:
         """Begin a batch. The caller may free the sent tensors, but must not write to them until the step ends."""
         self._retire_old_sends()
-        ops: list[dist.P2POp] = []
+        ops: dict[bool, list[dist.P2POp]] = {onward: [] for onward in self._groups}
         outgoing: list[torch.Tensor] = []
         incoming: list[tuple[ChannelEnd, tuple[torch.Tensor, ...], slice]] = []
         for channel, tensors in sends:
@@ -104,28 +111,39 @@ class Transfers:
             for tag, tensor in zip(channel.tags, tensors, strict=True):
                 if tensor.numel():
                     outgoing.append(as_bytes(tensor.contiguous()))
-                    ops.append(dist.P2POp(dist.isend, outgoing[-1], channel.peer, group=self._group, tag=tag))
-        send_count = len(ops)
+                    ops[channel.onward].append(self._op(dist.isend, outgoing[-1], channel, tag))
+        sent = {onward: len(those) for onward, those in ops.items()}
         for channel, types in receives:
             self._begin(channel.counter)
-            first = len(ops)
+            those = ops[channel.onward]
+            first = len(those)
             received = tuple(torch.empty(type.shape, dtype=type.dtype, device=self._device) for type in types)
             for tag, tensor in zip(channel.tags, received, strict=True):
                 if tensor.numel():
-                    ops.append(dist.P2POp(dist.irecv, as_bytes(tensor), channel.peer, group=self._group, tag=tag))
-            incoming.append((channel, received, slice(first, len(ops))))
+                    those.append(self._op(dist.irecv, as_bytes(tensor), channel, tag))
+            incoming.append((channel, received, slice(first, len(those))))
         try:
-            works: Sequence[Any] = dist.batch_isend_irecv(ops) if ops else []
+            works: dict[bool, Sequence[Any]] = {
+                onward: dist.batch_isend_irecv(those) if those else [] for onward, those in ops.items()
+            }
         except Exception as failure:
             raise self._blamed(failure) from failure
-        single_work = len(works) != len(ops)  # the backend returned one work for the whole batch
+
+        def works_of(onward: bool, part: slice) -> Sequence[Any]:
+            single = len(works[onward]) != len(ops[onward])  # the backend returned one work for the whole batch
+            return works[onward] if single and part.start != part.stop else works[onward][part]
+
         if sends:
             counters = tuple(channel.counter for channel, _ in sends)
-            self._pending_sends.append(_PendingSends(works if single_work else works[:send_count], counters, outgoing))
+            sending = [work for onward, count in sent.items() for work in works_of(onward, slice(0, count))]
+            self._pending_sends.append(_PendingSends(sending, counters, outgoing))
         return [
-            PendingReceive(self, channel.counter, works if single_work else works[op_slice], received)
-            for channel, received, op_slice in incoming
+            PendingReceive(self, channel.counter, works_of(channel.onward, part), received)
+            for channel, received, part in incoming
         ]
+
+    def _op(self, act: Any, tensor: torch.Tensor, channel: ChannelEnd, tag: int) -> dist.P2POp:
+        return dist.P2POp(act, tensor, channel.peer, group=self._groups[channel.onward], tag=tag)
 
     def drain(self) -> None:
         """Wait for all sends."""

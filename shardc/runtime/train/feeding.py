@@ -16,7 +16,7 @@ from shardc.ir.types import TensorType
 from shardc.runtime.execute.batch import Inputs, Sample, batch_inputs
 from shardc.runtime.execute.data_parts import DataParts, Parts
 from shardc.runtime.execute.index_check import IndexCheck
-from shardc.runtime.execute.microbatches import Feed, feeds
+from shardc.runtime.execute.microbatches import Feed, feeds, halved
 from shardc.runtime.oracle.simulate import supplied
 from shardc.runtime.train.device_copy import Copied
 from shardc.runtime.train.rank_part import RankPart
@@ -53,7 +53,7 @@ class Feeding:
 
     def _joined(self, batch: Parts, microbatches: int | None) -> Any:
         assert self.parts is not None
-        return self.parts.joined(batch, microbatches or self.body.microbatches)
+        return self.parts.joined(batch, microbatches or self.body.microbatches * self.body.halves)
 
     def tensors(self, batch: Any) -> Inputs:
         """The batch's tensors by input."""
@@ -82,7 +82,7 @@ class Feeding:
             on_host = feeds_by_microbatch
             if host is not inputs:
                 on_host = feeds(self.body, host, types=types, split=self.split)
-            for feed in on_host:
+            for feed in (half for whole in on_host for half in halved(self.body, whole, self.split)):
                 self.check(feed if own is None else own.parts.repeated(feed), whole=own is None)
         return feeds_by_microbatch
 

@@ -59,7 +59,7 @@ class Job:
         prove(program.lists).check()
         self.member = member = Member(program.mesh, timeout, device, facts)
         self.rank, self.device = member.rank, member.device
-        self._connect(program, {})
+        self._connect(program, None)
         store = member.store(self.body.name)
         names, limit = ListCounterNames(program), member.limit.total_seconds()
         self.monitor = Monitor(store, self.rank, member.world, names, fatal=member.on_gpu, replay_limit=limit)
@@ -84,7 +84,7 @@ class Job:
             )
             hint = "give every rank the same batches (all of each, of the same shapes), model and optimizers"
             raise error("SC541", message, hint=hint)
-        other._connect(program, self.comm.groups)
+        other._connect(program, self.comm)
         other.number = self.monitor.add(ListCounterNames(program), evaluates)
         other.graphs = None if evaluates else self.graphs
         other._attend()
@@ -118,7 +118,7 @@ class Job:
         others = [int(row) for row in self.member.gather(own, self.monitor.blame)]
         return sorted(rank for ranks in sides(others)[1].values() for rank in ranks)
 
-    def _connect(self, program: StagedProgram, known: Mapping[tuple[int, ...], Any]) -> None:
+    def _connect(self, program: StagedProgram, known: ProcessGroupCommunicator | None) -> None:
         """The groups and connections of a program, and what runs it; all ranks must call it."""
         self.program, self.body, member = program, program.body, self.member
         self.c, self.i = program.coordinates(self.rank)
@@ -126,10 +126,14 @@ class Job:
         copies = [[program.rank_of(c, i) for i in range(mesh.world_size)] for c in range(count)]
         axes = {frozenset(axis_names): axis_names for graph in _all_graphs(program) for axis_names in axes_used(graph)}
         twice = {frozenset(names): names for graph in _all_graphs(program) for names in axes_used_twice(graph)}
+        pipelines = [ranks_of_position(program, i) for i in range(mesh.world_size)]
         self.comm = ProcessGroupCommunicator(
-            *(mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program), known, twice.values())
+            *(mesh, self.i, axes.values(), member.limit, copies, self.c, groups_of(program), known, twice.values()),
+            pipelines,
         )
-        self.links = PeerGroups(ranks_of_position(program, self.i), self.comm.group, self.device, member.limit)
+        own = pipelines[self.i]
+        back = self.comm.back.get(tuple(sorted(own)))
+        self.links = PeerGroups(own, self.comm.group, self.device, member.limit, back)
         if member.on_gpu:
             self.links.connect(program, self.c)
         context = rank_context(mesh, self.i, self.comm)

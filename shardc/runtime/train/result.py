@@ -137,10 +137,11 @@ class StepResult:
             if port.name in numbers:
                 continue
             held = tensors.get(port.name)
-            join = _joined if body.microbatches > 1 and port.name in by_row else _as_is
+            joined = (body.microbatches > 1) + (body.halves > 1)
+            join = partial(_joined, dims=joined if port.name in by_row else joined - 1)
             gather = partial(_gathered, port, held, whole, join)
             model_outputs[port.name] = Output(None if held is None else join(held), gather)
-            if not type.ndim and held is not None and not held.is_complex():
+            if type.ndim == (body.halves > 1) and held is not None and not held.is_complex():
                 scalars[port.name] = held.double().mean()
         updates = by_role["param"] | by_role["state"]
         loss = losses[0] if losses else None
@@ -156,10 +157,6 @@ def _gathered(
     return join(held)
 
 
-def _joined(value: torch.Tensor) -> torch.Tensor:
-    """An output of all microbatches, with the rows of the batch in their order."""
-    return value.flatten(0, 1)
-
-
-def _as_is(value: torch.Tensor) -> torch.Tensor:
-    return value
+def _joined(value: torch.Tensor, dims: int) -> torch.Tensor:
+    """An output of all microbatches, and their halves, with so many of its dims and the rows of the batch as one."""
+    return value.flatten(0, dims) if dims > 0 else value

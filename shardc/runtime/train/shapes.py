@@ -122,12 +122,14 @@ class Steps:
     def _host(self, batch: Any) -> Any:
         """The batch that this rank has, on the host; parts that a simulation is given are joined."""
         host, feeding = batch.host if isinstance(batch, Copied) else batch, self.first.feeding
-        if not isinstance(host, Parts) or feeding.parts is None or not host or feeding.body.microbatches == 1:
+        parts = feeding.parts
+        if not isinstance(host, Parts) or parts is None or not host or parts.microbatches * parts.halves == 1:
             return feeding.given(host)
         rows = next(
             (leaf.shape[0] for _, leaf in leaves_of(host[0]) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0
         )
-        return feeding.given(host, fewest_microbatches(rows, feeding.parts.rows) if rows else None)
+        own = not rows or (parts.halves > 1 and rows == parts.rows * parts.microbatches)
+        return feeding.given(host, None if own else fewest_microbatches(rows, parts.rows))
 
     def _brought(self, shapes: Shapes) -> Shapes:
         """The shapes of what this rank brings of a batch of these."""

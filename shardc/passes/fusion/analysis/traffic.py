@@ -22,7 +22,7 @@ from shardc.ir.storages import layouts, yields
 aten = torch.ops.aten
 PRODUCTS = {  # as `op_name` spells them: aten's without a namespace, ours with it
     *("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "convolution", "convolution_backward"),
-    *("shardc.linear", "shardc.linear_dgrad", "shardc.linear_wgrad"),
+    *("shardc.linear", "shardc.linear_bias", "shardc.linear_dgrad", "shardc.linear_wgrad", "shardc.accumulate_wgrad"),
     *("shardc.scaled_linear", "shardc.scaled_linear_dgrad", "shardc.scaled_linear_wgrad", "shardc.scaled_mm"),
     *("shardc.grouped_mm", "shardc.grouped_mm_wgrad", "shardc.sdpa", "shardc.sdpa_bwd"),
     *("shardc.expert_mm", "shardc.expert_wgrad"),
