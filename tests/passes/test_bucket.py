@@ -253,8 +253,8 @@ def test_a_bucket_that_is_not_unpacked_as_it_was_packed_is_found(change: str) ->
 @pytest.mark.parametrize(
     ("said", "size", "dumped"),
     [
-        (True, SIZE, "true"),
-        (False, 0, None),
+        (True, SIZE, None),
+        (False, 0, "false"),
         ("1 MiB", 2**20, "1 MiB"),
         (4096, 4096, "4 KiB"),
         ({"size": "25MiB"}, SIZE, "25 MiB"),
