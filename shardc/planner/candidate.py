@@ -103,7 +103,7 @@ class Candidate:
             data["storage"] = {"zero": self.zero, "axes": list(self.storage_axes)}
         if self.recompute != "none":
             data["recompute"] = self.recompute
-        if not isinstance(self.bucket, bool):  # false is the user's word, or there is nothing to coalesce
+        if self.bucket is not True:
             data["bucket"] = self.bucket
         if self.schedule:
             data["pipeline"] = {"axis": "pp", "schedule": self.schedule, "microbatches": self.microbatches}
