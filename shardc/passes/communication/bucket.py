@@ -141,7 +141,7 @@ class _Buckets:
                 continue
             due, early = self.due(node), member.x in self.weights and op_name(node.target) == "shardc.all_gather"
             early = early and due < math.inf
-            if not early and (member.bytes > self.size or not self.late(node, due)):
+            if not early and (member.bytes > self.size or not self.late(member, due)):
                 continue
             key = self.key(node, due if early else math.inf)
             if early:
@@ -186,9 +186,10 @@ class _Buckets:
         dtype, inside = type_of(node).dtype, node in self.inside
         return Key(kind, axes, args.get("op", ""), dtype, pending, about.phase, inside, layer)
 
-    def late(self, node: fx.Node, due: float) -> bool:
+    def late(self, member: _Member, due: float) -> bool:
         """Is the first reader in the optimizer, or is the result only returned, and no activation?"""
-        if not self.activations.isdisjoint((node, *self._views(node))):
+        node = member.node
+        if member.x not in self.weights and not self.activations.isdisjoint((node, *self._views(node))):
             return False
         return due == math.inf or info(node).phase == "opt" or info(self.calls[int(due)]).phase == "opt"
 
