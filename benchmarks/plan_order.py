@@ -95,7 +95,7 @@ def plans(world: int) -> dict[str, tuple[str, dict[str, Any]]]:
     }
     if world == 2:
         some["pp, 8 microbatches"] = "pp=2", {"pipeline": {"microbatches": 8, "schedule": "1f1b"}}
-        some["dp, unbucketed, 4 accumulated"] = "dp=2", {**data, "accumulate": 4}
+        some["dp, unbucketed, 4 accumulated"] = "dp=2", {**data, "accumulate": 4, "bucket": False}
     else:
         half = world // 2
         some["dp x tp"] = f"dp=2, tp={half}", {**data, **tensors}

@@ -119,11 +119,11 @@ def compiled(run: Run) -> shardc.Program:
         ids = torch.zeros(run.row["mb"] * run.replicas, size.sequence, dtype=torch.long)
     batch = {"tokens": ids, "targets": ids}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4) if run.row.get("opt") else None
-    single = {key: value for key, value in run.plan.items() if key != "bucket"}  # buckets have names of their own
+    single = {**run.plan, "bucket": False}  # buckets have names of their own
     program = shardc.compile(model, batch, mesh=run.mesh, plan=single, optimizer=optimizer)
     alone = [info(node).name for node in program.body.calls() if not _in_one_kernel(info(node), run.row)]
     if sum(1 for _ in program.body.calls()) == len(alone):
-        return program if single == run.plan else shardc.compile(model, batch, mesh=run.mesh, plan=run.plan)
+        return shardc.compile(model, batch, mesh=run.mesh, plan=run.plan) if "bucket" in run.plan else program
     ops = {op_name(node.target) for node in program.body.calls()}
     plan = {**run.plan, "fuse": {"exclude": sorted({*alone} - ops)}}  # `_to_copy` as a name would be the op's too
     return shardc.compile(model, batch, mesh=run.mesh, plan=plan, optimizer=optimizer)

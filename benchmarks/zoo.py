@@ -136,7 +136,7 @@ def compiled_program(
     model: nn.Module, batch: dict[str, Tensor], mesh: str, *, loss: Callable[[Any, Any], Tensor] | None
 ) -> shardc.Program:
     inputs = {name: rows_over_dp(value) for name, value in batch.items() if is_by_rows(name, value)}
-    plan = {"mesh": mesh, "inputs": inputs, "params": placements(model, mesh)}
+    plan = {"mesh": mesh, "inputs": inputs, "params": placements(model, mesh), "bucket": False}
     return shardc.compile(model, batch, plan=cast(Any, plan), loss=loss)
 
 

@@ -15,6 +15,7 @@ from shardc.cli.summary import (
     collectives_by_layer,
     communication,
     communication_table,
+    in_buckets,
     local_graph,
     parameters,
     table_of,
@@ -45,10 +46,15 @@ def pipeline_summary(program: Program) -> list[RenderableType]:
     sent = communication_table(sorted(_communications(pipelined, busiest), key=lambda row: phases.index(row.phase)))
     free = "" if pipelined.costs.latency else ", as if sending took no time"
     sent.title, sent.title_justify = f"a rank of {pipelined.axis}={busiest}, which sends most", "left"
+    lines = [
+        head,
+        f"{parameters(program)} (the fullest)",
+        f"{work(program.flops())} (the busiest)",
+        *in_buckets(program, dict.fromkeys(graph for graph, _ in rank_costs.graph_runs(pipelined, busiest))),
+        batch_line(program),
+    ]
     return [
-        Text(
-            f"{head}\n{parameters(program)} (the fullest)\n{work(program.flops())} (the busiest)\n{batch_line(program)}"
-        ),
+        Text("\n".join(lines)),
         stage_table(pipelined, timeline.peak_bytes),
         sent,
         Text(f"predicted, in FLOPs of a rank{free}: {timeline.text(100)}", no_wrap=True),

@@ -21,6 +21,7 @@ from shardc.ir.diagnostic import listed
 from shardc.ir.fold import Line, described, fold
 from shardc.ir.graph import Graph, Phase, Port, info, type_of, update
 from shardc.ir.layers import layer_of
+from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS
 from shardc.ir.ops.expert_capacity import LIMIT_ROWS
 from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD
@@ -44,6 +45,7 @@ def summary(program: Program) -> list[RenderableType]:
         *divided_scans(program),
         *host_reads(program),
         *halves(program),
+        *in_buckets(program, [program.body]),
         *overlap(program),
         *fusion(program),
         batch_line(program),
@@ -57,6 +59,14 @@ def halves(program: Program) -> list[str]:
     what = "the batch" if body.microbatches == 1 else f"each of {body.microbatches} microbatches"
     said = f"{what} runs in {body.halves} halves, interleaved from one collective to the next"
     return [said] if body.halves > 1 else []
+
+
+def in_buckets(program: Program, graphs: Iterable[Graph]) -> list[str]:
+    """How many collectives of these graphs travel together, and how that is switched off."""
+    counts = [len(given(pack)["leads"]) for graph in graphs for pack in graph.calls_of(PACK)]
+    size = human_bytes(Plan.parse(program.plan.get("text", "")).bucket_bytes)
+    said = f"{sum(counts)} collectives travel as {len(counts)}, of up to {size} each; alone by bucket: false"
+    return [f"buckets: {said}"] if counts else []
 
 
 def overlap(program: Program) -> list[str]:

@@ -11,7 +11,7 @@ itself too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -228,9 +228,11 @@ def trails_of(program: Program, values: Sequence[str]) -> dict[str, tuple[Trail,
             if value in body and explained_by_rows(body[value]):
                 trails_by_value[value] = tuple(halo_trails(graph, body[value]))
                 continue
+            of_bucket = members(body[value]).values() if value in body else ()
+            name = info(_largest(program.body, of_bucket)).name if of_bucket else value
             about = info(body[value]) if value in body else None
             origin = about.origin.of if about is not None and about.origin is not None else ""
-            node = nodes.get(value) or nodes.get(origin)
+            node = nodes.get(name) or nodes.get(origin)
             if node is not None and collective(graph, node) is not None:
                 trails_by_value[value] = tuple(trails(graph, node))
         return trails_by_value
@@ -247,11 +249,15 @@ def _in_bucket(program: Program, target: Collective) -> tuple[Collective, str]:
     if not bucketed:
         return target, ""
     if node is bucket_value:
-        node = max(bucketed, key=lambda value: type_of(value).local_bytes(body.mesh))
+        node = _largest(body, bucketed)
         target = replace(member(body, node), times=target.times)
     others = [info(value).name for value in bucketed if value is not node]
     shown = ", ".join(f"%{name}" for name in others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
     return target, f"%{info(bucket_value).name}, with {len(others)} other{'s' * (len(others) > 1)}: {shown}"
+
+
+def _largest(body: Graph, of_bucket: Collection[fx.Node]) -> fx.Node:
+    return max(of_bucket, key=lambda value: type_of(value).local_bytes(body.mesh))
 
 
 def find(program: Program, value: str | int) -> Collective:

@@ -69,7 +69,8 @@ def stages_with_value(program: StagedProgram, name: str) -> list[int]:
 
 
 def _names(graphs: Iterable[Graph]) -> Iterator[str]:
-    return (info(call).name for graph in graphs for call in graph.calls())
+    """Of values that are made there, also of those that come out of a bucket."""
+    return (info(value).name for graph in graphs for value in graph.values() if value.op != "placeholder")
 
 
 def sum_flops(parts: Iterable[tuple[Flops, int]]) -> Flops:

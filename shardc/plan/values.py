@@ -243,12 +243,12 @@ class Data(FrozenValue):
 class Bucketing(BaseModel):
     """Up to how many bytes of collectives travel as one; see passes/communication/bucket.py. 0: each by itself.
 
-    None: as many as the plan's hardware says. In short: true, which means that, false, or the bytes.
+    None, the default: as many as the plan's hardware says. In short: true, which means that, false, or the bytes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    size: int | None = 0
+    size: int | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -271,7 +271,7 @@ class Bucketing(BaseModel):
 
     def dumped(self) -> object:
         """As plain data, in its short form."""
-        return True if self.size is None else bytes_text(self.size)
+        return True if self.size is None else bytes_text(self.size) if self.size else False
 
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

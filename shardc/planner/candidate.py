@@ -103,7 +103,7 @@ class Candidate:
             data["storage"] = {"zero": self.zero, "axes": list(self.storage_axes)}
         if self.recompute != "none":
             data["recompute"] = self.recompute
-        if self.bucket:
+        if self.bucket is not True:
             data["bucket"] = self.bucket
         if self.schedule:
             data["pipeline"] = {"axis": "pp", "schedule": self.schedule, "microbatches": self.microbatches}

@@ -66,7 +66,7 @@ def candidates(subject: Subject, limits: Limits, *, varied: bool = True) -> Iter
                             candidate = Candidate(
                                 *(pp, dp, ep, cp, tp, sequence, rows, m, schedule, virtual, zero, recompute),
                                 reduce,
-                                limits.pinned.get("bucket", (True,))[0] if data * ep * cp > 1 else False,  # type: ignore[arg-type]
+                                limits.pinned.get("bucket", (True,))[0],  # type: ignore[arg-type]
                                 replicas,
                             )
                             if all(limits.allows(name, getattr(candidate, name)) for name in limits.pinned):
@@ -79,7 +79,8 @@ def variants(c: Candidate, limits: Limits) -> Iterator[Candidate]:
     gradients summed in other dtypes."""
     dp = [c.dp] if not c.zero or "dp" in limits.pinned or "dp_replicate" in limits.pinned else _divisors(c.dp)
     shards = [d for d in dp if d > 1 or d == c.dp]
-    buckets = (c.bucket,) if not c.bucket or "bucket" in limits.pinned else (c.bucket, *BUCKETS)
+    alone = c.copies * c.dp_replicate == 1  # then storage sends nothing
+    buckets = (c.bucket,) if alone or "bucket" in limits.pinned else (c.bucket, *BUCKETS)
     reduces = dict.fromkeys((c.reduce, *(limits.reduce if c.reduce is not None else ())))
     for shard in shards:
         for bucket in buckets:

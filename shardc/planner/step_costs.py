@@ -146,9 +146,13 @@ class _Step:
     # ------------------------------------------------------------------ storage
     def _over(self, kind: str, part: Part, size: float) -> float:
         """A collective of all weights of a part, `size` bytes an element."""
-        seconds = self.network.seconds
-        common = seconds(self.c, kind, (part.weights - part.own) * size, ("dp", "ep", "cp"), self.buckets)
-        return common + seconds(self.c, kind, part.own * size, ("dp", "cp"), self.buckets)
+        seconds, most = self.network.seconds, self._most(part, size)
+        common = seconds(self.c, kind, (part.weights - part.own) * size, ("dp", "ep", "cp"), most)
+        return common + seconds(self.c, kind, part.own * size, ("dp", "cp"), most)
+
+    def _most(self, part: Part, size: float) -> float:
+        """Bytes that travel as one: a bucket, or a parameter where the plan has no buckets."""
+        return self.buckets or part.weights * size / max(1.0, part.tensors)
 
     def _sums(self, part: Part) -> float:
         """Of gradients: over the axes of storage, and of what each then has over its replicas."""
@@ -156,7 +160,7 @@ class _Step:
         if c.zero:
             shard = (part.weights - part.own) / c.copies + part.own / c.expert_copies
             return self._over("reduce_scatter", part, size) + self.network.seconds(
-                c, "all_reduce", shard * size, ("dp_replicate",), self.buckets
+                c, "all_reduce", shard * size, ("dp_replicate",), self._most(part, size)
             )
         return self._over("all_reduce", part, size)
 

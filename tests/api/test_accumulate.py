@@ -17,6 +17,7 @@ from shardc.ir.ops.streams import fold_in
 from shardc.ir.parse import parse
 from shardc.runtime.execute.microbatches import feeds, split
 from tests.cost.test_memory import measured
+from tests.cost.test_memory_calls import check
 
 
 class Counted(nn.Module):
@@ -98,10 +99,11 @@ def test_what_runs_once_a_step_reads_no_microbatch() -> None:
 
 def test_memory_holds_the_sums_from_the_start() -> None:
     """The second microbatch of a rank, call by call: the first one's sums are there, and all that is fed."""
-    body = program(2).body
+    check(program(2).body)
+    body = program(2, bucket=False).body
     report = memory(body)
     assert list(report.timeline) == measured(body)
-    one = memory(program(1).body)
+    one = memory(program(1, bucket=False).body)
     each = 8 * 4  # `scale`, which every microbatch is given
     assert report.row("inputs").stored == one.row("inputs").stored + each
     assert report.row("gradients").most >= one.row("gradients").most

@@ -22,6 +22,7 @@ from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from shardc.schedule.instructions import Gather
 from tests.cost.test_memory import measured
+from tests.cost.test_memory_calls import check
 
 MODEL = {"vocab": 64, "width": 32, "heads": 4, "layers": 2, "seq": 8}
 TP = {"params": {"wte.weight": "tp, -", "**.qkv.weight": "3*tp, -", "**.up.weight": "tp, -"}}
@@ -126,9 +127,10 @@ def test_equals_the_single_device_and_eager(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["alone", "tp", "sp", "full", "selective", "fp16", "zero1", "zero2", "zero3"])
 def test_every_call_holds_what_the_report_says(layout: str) -> None:
-    body = compiled(layout).body
+    body = compiled(layout, bucket=False).body
     assert before_microbatches(body)
     assert list(memory(body).timeline) == measured(body)
+    check(compiled(layout).body)
 
 
 def test_a_rank_casts_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

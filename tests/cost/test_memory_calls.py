@@ -25,14 +25,14 @@ SMALL: dict[str, dict[str, Any]] = {
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sequence parallel": ("gpt2_sp", "dp=1, tp=2", {}),
     "gpt2 zero-2 fuse bucket": ("gpt2", "dp=2, tp=1", {**ZERO[2], "fuse": True, "bucket": True}),
-    "zero-1": ("gpt2", "dp=2, tp=1", ZERO[1]),
+    "zero-1": ("gpt2", "dp=2, tp=1", {**ZERO[1], "bucket": False}),
     "zero-3": ("gpt2", "dp=2, tp=2", ZERO[3]),
     "scaled": ("gpt2", "dp=2, tp=1", {**ZERO[2], "precision": {"compute": "fp16"}, "clip_grad_norm": 0.1}),
     "bf16": ("gpt2", "dp=2, tp=1", {**ZERO[2], "precision": "bf16", "clip_grad_norm": 0.1, "bucket": True}),
     "recompute full": ("gpt2", "dp=2, tp=2", {**ZERO[3], "recompute": "full"}),
     "recompute selective": ("gpt2_sp", "dp=2, tp=2", {"recompute": "selective"}),
     "zero-3 fuse bucket": ("gpt2", "dp=2, tp=1", {**ZERO[3], "fuse": True, "bucket": 20_000, "clip_grad_norm": 0.1}),
-    "llama fuse": ("llama_sp", "dp=2, tp=2", {"fuse": True}),
+    "llama fuse": ("llama_sp", "dp=2, tp=2", {"fuse": True, "bucket": False}),
     "t5": ("t5", "dp=2, tp=2", {"bucket": True}),
 }
 

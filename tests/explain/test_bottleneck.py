@@ -139,7 +139,7 @@ def test_links_that_no_collective_waits_for_are_no_cause() -> None:
 def test_ranks_that_share_cores_and_wait_for_each_other() -> None:
     """Ranks of a CPU, whose figures are planted: each cause is the step without it."""
     cores, jitter = {"contention": {"cores": 0.9}}, {"meetings": {"jitter_seconds": 0.005}}
-    compiled = program("dp=4", DP, rows=1024, width=512)
+    compiled = program("dp=4", {**DP, "bucket": False}, rows=1024, width=512)
     cpu = named("cpu-gloo").changed({"link_bytes_per_second": 3e8, "contention": {}, "meetings": {}})
     slow = cpu.changed(cores | jitter)
     predicted = compiled.predict(slow)

@@ -50,7 +50,7 @@ def net(mesh: str = "dp=2", optimizer: bool = False, **plan: Any) -> shardc.Prog
     torch.manual_seed(0)
     model = Net()
     made = torch.optim.AdamW(model.parameters()) if optimizer else None
-    wanted = {"fuse": True, "inputs": {"x": "dp, -"}, **plan}
+    wanted = {"fuse": True, "bucket": False, "inputs": {"x": "dp, -"}, **plan}
     return shardc.compile(model, (torch.ones(16, 8),), mesh=mesh, plan=wanted, optimizer=made)
 
 

@@ -43,7 +43,8 @@ def program(batch: Any, microbatches: int, mesh: str = "", model: nn.Module | No
         plan["inputs"] = {"input_ids": "dp, -", "labels": "dp, -"}
     with pytest.MonkeyPatch.context() as patch:  # sums are explicit, also of one microbatch, for a cut into stages
         patch.setattr(driver, "Accumulate", lambda count, **_: Accumulate(count, always=True))
-        return shardc.compile(model, batch, mesh=mesh or shardc.Mesh(), plan={"accumulate": microbatches, **plan})
+        plan = {"bucket": False, "accumulate": microbatches, **plan}
+        return shardc.compile(model, batch, mesh=mesh or shardc.Mesh(), plan=plan)
 
 
 def agree(found: Found, wanted: Found) -> None:

@@ -52,7 +52,7 @@ def batch() -> dict[str, Tensor]:
     ids=["dp2", "dp2tp2"],
 )
 def test_rows_of_tables_are_sharded(mesh: str, params: dict[str, str], of_tables: dict[str, int], mode: str) -> None:
-    plan: Any = {"inputs": {"dense": "dp", "labels": "dp"}, "params": params}
+    plan: Any = {"inputs": {"dense": "dp", "labels": "dp"}, "params": params, "bucket": False}
     model = DLRM(mode)
     program = shardc.compile(model, batch(), mesh=mesh, plan=plan)
     assert not program.diagnostics

@@ -74,7 +74,7 @@ def step(
     """A program whose sums over microbatches are explicit, as a pipeline wants them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "Accumulate", lambda count, **_: Accumulate(count, always=True))
-        plan = {**plan, "accumulate": microbatches, **({"loss": tokens} if tokens else {})}
+        plan = {"bucket": False, **plan, "accumulate": microbatches, **({"loss": tokens} if tokens else {})}
         return shardc.compile(model, batch, mesh=mesh or shardc.Mesh(), loss=loss, optimizer=optimizer, plan=plan)
 
 

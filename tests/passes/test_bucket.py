@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import shardc
 from examples.gpt2 import gpt2
@@ -24,6 +25,7 @@ from shardc.ir.parse import parse
 from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.ir.text import print_graph
 from shardc.ir.verify import violations
+from shardc.partition.rank_costs import graphs_by_name
 from shardc.passes.communication.bucket import bucket
 from shardc.passes.verify import ENSURES
 from tests.replanned import replanned
@@ -253,8 +255,8 @@ def test_a_bucket_that_is_not_unpacked_as_it_was_packed_is_found(change: str) ->
 @pytest.mark.parametrize(
     ("said", "size", "dumped"),
     [
-        (True, SIZE, "true"),
-        (False, 0, None),
+        (True, SIZE, None),
+        (False, 0, "false"),
         ("1 MiB", 2**20, "1 MiB"),
         (4096, 4096, "4 KiB"),
         ({"size": "25MiB"}, SIZE, "25 MiB"),
@@ -350,3 +352,68 @@ def test_a_pair_of_kernels_names_stay() -> None:
     alone = [one.value for one in collectives(program.body) if not one.value.endswith(".bucket")]
     assert sorted([*inside, *alone]) == sorted(one.value for one in collectives(plain.body))
     assert {op_name(node.target) for node in program.body.calls()} >= {"shardc.pack", "shardc.unpack", "shardc.fused"}
+
+
+# ---------------------------------------------------------------------- by default
+def test_what_a_plan_does_not_say_is_true() -> None:
+    batch = {"inputs": {"tokens": "dp, -"}}
+    unsaid, true, false = (
+        shardc.Plan.from_dict({**batch, **said}) for said in ({}, {"bucket": True}, {"bucket": False})
+    )
+    assert unsaid.bucket_bytes == true.bucket_bytes == SIZE
+    assert unsaid.dump() == true.dump() != false.dump()
+    assert shardc.Plan.parse("bucket: off\n").bucket_bytes == 0
+    assert shardc.Plan.parse(false.dump()).bucket_bytes == false.merge(unsaid).bucket_bytes == 0
+    assert false.merge(true).bucket_bytes == SIZE
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.one, self.other = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.up(x).relu()
+        return self.one(hidden), self.other(hidden)
+
+
+def loss_of_both(outputs: tuple[Tensor, Tensor], _: object) -> Tensor:
+    return sum(x.square().mean() for x in outputs)  # type: ignore[return-value]
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "train, one rank": {"mesh": "dp=1"},
+    "train, tp": {"mesh": "tp=2", "params": {"up.weight": "tp, -", "up.bias": "tp"}},
+    "train, stages": {"mesh": "pp=2", "pipeline": {"microbatches": 2}},
+    "eval, tp": {"mesh": "tp=2", "params": {"o*.weight": "tp, -", "o*.bias": "tp"}, "outputs": {"**": "-, -"}},
+    "eval, dp": {"mesh": "dp=2", "inputs": {"x": "dp, -"}, "outputs": {"**": "-, -"}},
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_nothing_changes_where_no_gradient_is_reduced_and_no_shard_gathered(case: str) -> None:
+    mode = case.partition(",")[0]
+    by_default, alone = (
+        shardc.compile(
+            Two(),
+            torch.ones(4, 8),
+            plan={**ALONE[case], **said},
+            mode=mode,
+            loss=loss_of_both if mode == "train" else None,
+        ).staged
+        for said in ({}, {"bucket": False})
+    )
+    for coordinate in by_default.coordinate_range:
+        assert by_default.text(coordinate) == alone.text(coordinate)
+
+
+def test_activations_that_stages_and_callers_wait_for_travel_alone() -> None:
+    """Sequence parallelism gathers, for weights' gradients of their own, what a stage's backward returns."""
+    torch.manual_seed(0)
+    model, batch = gpt2(batch=4, seq=8, layers=2, vocab=64, heads=4, width=32)
+    plan = shardc.Plan.load("shardc:gpt2_sp").merge(shardc.Plan.of(pipeline={"microbatches": 2}))
+    program = shardc.compile(model, batch, mesh="pp=2,dp=2,tp=2", plan=plan)
+    packs = {name for name, graph in graphs_by_name(program.staged).items() if graph.calls_of(PACK)}
+    assert packs == {"reduce0", "reduce1"}
+    report = program.verify()
+    assert report.ok, str(report)

@@ -84,7 +84,7 @@ NAMED = {
     ("llama3-8b-slice", False): (4, 0.02),
     ("llama3-8b-slice", True): (10, 0.2),
     ("gpt-1.3b", False): (2, 0.2),
-    ("gpt-6.7b-slice", True): (9, 0.2),
+    ("gpt-6.7b-slice", True): (8, 0.2),
 }
 
 
@@ -130,7 +130,7 @@ def test_casts_of_reduced_gradients_hold_up_no_product(zero: int) -> None:
     """Gradients that are reduced in fewer digits than the optimizer reads are widened where it reads them."""
     precision = {"precision": {"compute": "bf16", "master": "fp32", "reduce": "bf16"}}
     storage = {"storage": {"zero": zero, "axes": "dp"}} if zero else {}
-    late = small(SMALL, {"mesh": "dp=2", "params": {}, **BATCH, **precision, **storage})
+    late = small(SMALL, {"mesh": "dp=2", "params": {}, **BATCH, **precision, **storage, "bucket": False})
     before = replanned(late, overlap=OFF)
     found, was = ([row for row in beside(p.body) if row.phase == "bwd"] for p in (late, before))
     assert all(sums_gradients(row.node) for row in found)

@@ -67,9 +67,9 @@ def test_shards_are_held_for_a_window_of_collectives() -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "pure": {"mesh": "dp=2", **ZERO},
+    "pure": {"mesh": "dp=2", **ZERO, "bucket": False},
     "bucket": {"mesh": "dp=2", **ZERO, "precision": MASTER, "bucket": "2 KiB"},
-    "master": {"mesh": "dp=2, tp=2", **ZERO, "precision": MASTER},
+    "master": {"mesh": "dp=2, tp=2", **ZERO, "precision": MASTER, "bucket": False},
     "accumulate": {"mesh": "dp=2", **ZERO, "precision": MASTER, "accumulate": 2, "recompute": "full", "bucket": True},
     "fuse": {"mesh": "dp=2", **ZERO, "precision": MASTER, "fuse": True},
 }

@@ -43,7 +43,9 @@ def compiled(
     name: str, recompute: Any = "none", arguments: Sequence[tuple[str, Any]] = (), **plan: Any
 ) -> shardc.Program:
     model, batch, loss = make(name.removesuffix("_sp"), **dict(arguments))
-    wanted = shardc.Plan.load(PLANS / f"{name}.yaml").merge(shardc.Plan.from_dict({"recompute": recompute, **plan}))
+    wanted = shardc.Plan.load(PLANS / f"{name}.yaml").merge(
+        shardc.Plan.from_dict({"recompute": recompute, "bucket": False, **plan})
+    )
     return shardc.compile(model, batch, plan=wanted, loss=loss)
 
 

@@ -23,6 +23,7 @@ from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.runtime.execute.executor import _output_broadcasts
 from shardc.runtime.oracle.simulate_stages import simulate_stages
 from tests.cost.test_memory import measured
+from tests.cost.test_memory_calls import check
 from tests.passes.test_late_gradients import BATCH, COLUMNS, GATED, PLANS, SEQUENCE, SMALL, small
 
 SPLIT: dict[str, Any] = {"overlap": {"split": 2}}
@@ -89,8 +90,9 @@ def test_little_of_forward_is_exposed(name: str, sequence: bool) -> None:
 
 @pytest.mark.parametrize("case", ["tp", "zero", "recompute", "tokens"])
 def test_memory_is_what_ranks_hold(case: str) -> None:
-    body = small(SMALL, {**MORE[case], **SPLIT}, 8).body
+    body = small(SMALL, {**MORE[case], **SPLIT, "bucket": False}, 8).body
     assert list(memory(body).timeline) == measured(body)
+    check(small(SMALL, {**MORE[case], **SPLIT}, 8).body)
 
 
 def test_a_budget_of_activations_is_for_both_halves() -> None:

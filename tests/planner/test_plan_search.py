@@ -45,6 +45,19 @@ def test_the_space_has_every_choice() -> None:
     assert any(c.cp > 1 for c in space)
 
 
+@pytest.mark.parametrize("kept", [True, 0, 2**20])
+def test_buckets_that_are_kept_leave_every_mesh(kept: bool | int) -> None:
+    subject, length = subject_of("llama", MACHINE)
+    pinned: dict[str, tuple[object, ...]] = {"recompute": ("none",), "rows": (1,)}
+    free, fixed = (
+        list(candidates(subject, Limits(16, 80e9, BATCH, length, pins), varied=False))
+        for pins in (pinned, {**pinned, "bucket": (kept,)})
+    )
+    assert {c.sizes for c in fixed} == {c.sizes for c in free}
+    assert {c.bucket for c in fixed} == {kept}
+    assert any(c.copies == 1 for c in fixed)
+
+
 def test_variants_keep_the_work() -> None:
     subject, length = subject_of("llama", MACHINE)
     limits = Limits(16, 80e9, BATCH, length, {"dp": (8,)}, ("bf16",))

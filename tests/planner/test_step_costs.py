@@ -151,6 +151,16 @@ def test_larger_buckets_take_less_time_and_more_memory() -> None:
     assert large.memory.transient == small.memory.transient + 2 * 375 * 2**20
 
 
+def test_without_buckets_each_parameter_travels_alone() -> None:
+    def data(bucket: bool, tensors: int) -> float:
+        layer = dataclasses.replace(WEIGHTY, weights=1e5, tensors=tensors)
+        candidate = Candidate(dp=16, zero=1, microbatches=2, bucket=bucket)
+        return estimate(candidate, layers(8, layer=layer), HARDWARE, NUMBERS).data
+
+    assert data(True, 12) == data(True, 120)
+    assert data(True, 12) < data(False, 12) < data(False, 120)
+
+
 def test_what_computes_beside_a_gather_takes_longer() -> None:
     """By the hardware's contention, hidden as the gather is."""
     layer = dataclasses.replace(LAYER, weights=1e6, largest=1e6)

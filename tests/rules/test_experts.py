@@ -63,7 +63,8 @@ def program(mesh: str, *, bias: bool = True) -> Program:
     params = {name: p for name, p in SHARDED[mesh].items() if bias or "bias" not in name}
     batch = routed(torch.randint(0, EXPERTS, (BATCH, TOKENS, CHOSEN)))
     inputs = dict.fromkeys(batch, "dp") if "dp" in mesh else {}
-    plan = Plan.model_validate({"mesh": mesh.rpartition(": ")[2], "params": params, "inputs": inputs})
+    said = {"mesh": mesh.rpartition(": ")[2], "params": params, "inputs": inputs, "bucket": False}
+    plan = Plan.model_validate(said)
     return shardc.compile(model, batch, plan=plan, loss=mean_of_squares)
 
 

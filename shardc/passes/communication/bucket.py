@@ -14,10 +14,11 @@ often. What is gathered or scattered block by block goes alone. There are two so
             in order, is sent when its last member is there, and before anything reads one of them.
     early   parameters that are gathered for use: those of one layer (`h.3`), where the first was.
 
-The activations' collectives, on which the next op waits, stay as they are. Views and casts of what comes back late are
-made when it is there. At the peak a body may hold a bucket more than before; if it holds more, buckets are made
-smaller. That is counted in the order of the program, as all passes count: what is in flight beside it on a rank depends
-on sizes alone, at most `IN_FLIGHT` collectives (`ir.overlap_schedule`), and `program.memory()` counts it.
+The activations' collectives stay as they are: the next op, another stage or the caller waits for them. Views and casts
+of what comes back late are made when it is there. At the peak a body may hold a bucket more than before; if it holds
+more, buckets are made smaller. That is counted in the order of the program, as all passes count: what is in flight
+beside it on a rank depends on sizes alone, at most `IN_FLIGHT` collectives (`ir.overlap_schedule`), and
+`program.memory()` counts it.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class _Buckets:
         self.calls = list(graph.calls())
         self.position = {node: i for i, node in enumerate(self.calls)}
         self.weights = weights_of(graph)
+        ports = zip(graph.outputs, graph.output_values, strict=True)
+        self.activations = {v for p, v in ports if p.role == "value" or (p.role == "output" and info(v).phase == "fwd")}
         self.open: dict[Key, _Open] = {}
         self.returned: dict[Key, tuple[list[_Member], fx.Node]] = {}  # what is only returned, and not yet unpacked
 
@@ -138,7 +141,7 @@ class _Buckets:
                 continue
             due, early = self.due(node), member.x in self.weights and op_name(node.target) == "shardc.all_gather"
             early = early and due < math.inf
-            if not early and (member.bytes > self.size or not self.late(node, due)):
+            if not early and (member.bytes > self.size or not self.late(member, due)):
                 continue
             key = self.key(node, due if early else math.inf)
             if early:
@@ -183,8 +186,11 @@ class _Buckets:
         dtype, inside = type_of(node).dtype, node in self.inside
         return Key(kind, axes, args.get("op", ""), dtype, pending, about.phase, inside, layer)
 
-    def late(self, node: fx.Node, due: float) -> bool:
-        """Is the first reader in the optimizer, or is the result only returned?"""
+    def late(self, member: _Member, due: float) -> bool:
+        """Is the first reader in the optimizer, or is the result only returned, and no activation?"""
+        node = member.node
+        if member.x not in self.weights and not self.activations.isdisjoint((node, *self._views(node))):
+            return False
         return due == math.inf or info(node).phase == "opt" or info(self.calls[int(due)]).phase == "opt"
 
     def due(self, node: fx.Node) -> float:
