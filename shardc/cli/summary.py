@@ -23,6 +23,7 @@ from shardc.ir.graph import Graph, Phase, Port, info, type_of, update
 from shardc.ir.layers import layer_of
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS
 from shardc.ir.ops.expert_capacity import LIMIT_ROWS
+from shardc.ir.ops.host_copies import BEGIN_OFFLOAD
 from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD
 from shardc.ir.program import Program
 from shardc.ir.schema import given
@@ -44,6 +45,7 @@ def summary(program: Program) -> list[RenderableType]:
         *divided_scans(program),
         *host_reads(program),
         *halves(program),
+        *offloaded(program),
         *overlap(program),
         *fusion(program),
         batch_line(program),
@@ -57,6 +59,17 @@ def halves(program: Program) -> list[str]:
     what = "the batch" if body.microbatches == 1 else f"each of {body.microbatches} microbatches"
     said = f"{what} runs in {body.halves} halves, interleaved from one collective to the next"
     return [said] if body.halves > 1 else []
+
+
+def offloaded(program: Program) -> list[str]:
+    """What a rank copies to its host and back."""
+    body = program.body
+    copies = [type_of(call).local_bytes(body.mesh) for call in body.calls_of(BEGIN_OFFLOAD)]
+    of_each = f" of each of {body.microbatches} microbatches" if body.microbatches > 1 else ""
+    said = (
+        f"{len(copies)} values{of_each}, {human_bytes(sum(copies))} a rank, lie on the host until backward reads them"
+    )
+    return [said] if copies else []
 
 
 def overlap(program: Program) -> list[str]:

@@ -31,6 +31,7 @@ from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
+from shardc.passes.memory.offload import Offload
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.quantize import Quantize
@@ -75,6 +76,7 @@ class Options:
     assign: Assign = field(default_factory=Assign)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
+    offload: Offload = field(default_factory=Offload)
     split: SplitBatch = field(default_factory=SplitBatch)
     align: Align = field(default_factory=Align)
     late: LateGradients = field(default_factory=LateGradients)
@@ -134,6 +136,7 @@ def part_passes(options: Options) -> list[Pass]:
         options.prefetch,
         BiasProducts(options.fuse.enabled),
         options.fuse,
+        options.offload,
     ]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardc.cost.memory import CATEGORIES, Category, LiveValue, MemoryReport, Moment, Row, aligned
+from shardc.cost.memory import CATEGORIES, Category, Host, LiveValue, MemoryReport, Moment, Row, aligned
 from shardc.cost.memory import memory as memory_of_body
 from shardc.ir.collectives import human_bytes
 from shardc.partition.memory_walk import Ranks
@@ -63,6 +63,11 @@ class ProgramMemory:
     def stored(self) -> int:
         """The most bytes that a rank holds all step long."""
         return max(coordinate.report.stored for coordinate in self.coordinates)
+
+    @property
+    def host(self) -> Host:
+        """What lies in the memory of the host, of the rank that has most there."""
+        return max((coordinate.report.host for coordinate in self.coordinates), key=lambda host: host.most)
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -23,6 +23,7 @@ from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, shapes_of
 from shardc.ir.ops.exchange import COMBINE_ROWS, EXCHANGE_COUNTS, EXCHANGES, ROW_MOVES
 from shardc.ir.ops.expert_capacity import LIMIT_ROWS
 from shardc.ir.ops.experts import GATHER_ROWS, GROUP_ROWS, UNGROUP_ROWS
+from shardc.ir.ops.host_copies import HOST_COPIES
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
 from shardc.passes.base import Check, split_of
@@ -305,6 +306,31 @@ def same_calls(before: Graph, after: Graph) -> list[str]:
     return [f"not the same calls: {', '.join(sorted(changed)[:5])}"] if changed else []
 
 
+def same_but_for_copies(before: Graph, after: Graph) -> list[str]:
+    """A pass that copies values keeps each call on what it read, or on a copy of that; views may be made again."""
+    was = {info(node).name: _call_text(node, {}) for node in before.fx.nodes if node.op == "call_function"}
+    repeats = {text: name for name, text in was.items()}
+    stands_for: dict[fx.Node, str] = {}  # copies and repeated views -> the name of the value before
+    faults: list[str] = []
+    for node in after.fx.nodes:
+        if node.op != "call_function":
+            continue
+        name, text = info(node).name, _call_text(node, stands_for)
+        if node.target in HOST_COPIES:
+            stands_for[node] = stands_for.get(operands(node)[0], info(operands(node)[0]).name)
+        elif name not in was and text in repeats:
+            stands_for[node] = repeats[text]
+        elif was.get(name) != text:
+            faults.append(f"{name} is not the call that it was")
+    names = [stands_for.get(value, info(value).name) for value in after.output_values]
+    return faults + ["other outputs"] * (names != [info(value).name for value in before.output_values])
+
+
+def _call_text(node: fx.Node, stands_for: Mapping[fx.Node, str]) -> str:
+    args = fx.map_arg((node.args, node.kwargs), lambda value: f"%{stands_for.get(value, info(value).name)}")
+    return f"{node.target} {args}"
+
+
 def peak_within_bound(before: Graph, after: Graph) -> list[str]:
     """Kernels may hold at most 1/1024 more at the peak than the calls that they replace."""
     was, now = memory(before).peak, memory(after).peak
@@ -351,6 +377,7 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "late_gradients": (no_axis_twice, outputs_as_asked, groups_agree),
     "bucket": (no_axis_twice, outputs_as_asked, buckets_match),
     "prefetch": (no_axis_twice, outputs_as_asked, buckets_match),
+    "offload": (no_axis_twice, outputs_as_asked, buckets_match),
     "online_softmax": (no_axis_twice, outputs_as_asked),
 }
 
@@ -362,4 +389,5 @@ PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "bucket": (same_interface,),
     "prefetch": (same_interface, same_calls, collectives_in_order),
     "fuse": (same_interface, collectives_in_order, peak_within_bound),
+    "offload": (same_interface, same_but_for_copies, collectives_in_order),
 }

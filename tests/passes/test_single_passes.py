@@ -50,6 +50,7 @@ from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
+from shardc.passes.memory.offload import Offload
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.group_experts import GroupExperts
 from shardc.passes.normalize.imply_masks import ImplyMasks
@@ -145,6 +146,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "prefetch": Prefetch,
     "bias_products": BiasProducts,
     "fuse": Fuse,
+    "offload": Offload,
 }
 
 

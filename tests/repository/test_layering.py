@@ -28,10 +28,10 @@ FLOORS: list[dict[str, str]] = [
             ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums
             ops.check_index ops.collectives ops.context ops.ctc ops.cumulative ops.cumulative_extremes ops.exchange
             ops.expert_capacity ops.experts ops.extreme ops.fused_attention ops.gathered ops.group_norm ops.grouped
-            ops.halo ops.kernels ops.linear ops.local ops.mirror ops.pick ops.scaled ops.scan ops.scan_body
-            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.step_runs ops.streams ops.take
-            ops.windows overlap overlap_schedule parse placement plain program provenance python schema slowdowns
-            storages text trees types verify version
+            ops.halo ops.host_copies ops.kernels ops.linear ops.local ops.mirror ops.pick ops.scaled ops.scan
+            ops.scan_body ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.step_runs ops.streams
+            ops.take ops.windows overlap overlap_schedule parse placement plain program provenance python schema
+            slowdowns storages text trees types verify version
         """,
     },
     {
@@ -85,8 +85,8 @@ FLOORS: list[dict[str, str]] = [
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
         "shardc.plan": """
-            __init__ clipping context experts fuse hardware hugging_face overlap packaged pipeline schema symbols
-            values
+            __init__ clipping context experts fuse hardware hugging_face offload overlap packaged pipeline schema
+            symbols values
         """,
     },
     {
@@ -94,19 +94,19 @@ FLOORS: list[dict[str, str]] = [
             __init__ accumulate attention_keys attention_rows base bias_products carried_states communication
             communication.bucket communication.causes communication.combine communication.late_gradients
             communication.overlap communication.prefetch communication.report_gathers communication.split_batch context
-            context.attention_times context.divide_attention context.divided_heads context.merge_keys
-            context.pack_parts cumulative_rows exchanged_rows fusion fusion.analysis fusion.analysis.access
-            fusion.analysis.constant_values fusion.analysis.iteration_space fusion.analysis.space_cache
-            fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms
-            fusion.clustering.cluster fusion.clustering.cluster_dag fusion.clustering.clustering
-            fusion.clustering.critical_collectives fusion.clustering.excluded fusion.clustering.fusion_graph
-            fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity fusion.clustering.producer_inlining
-            fusion.clustering.rematerialize fusion.clustering.repair fusion.emit fusion.emit.emit
-            fusion.emit.kernel_builder fusion.fuse fusion.lowering fusion.lowering.activations fusion.lowering.common
-            fusion.lowering.concat_slice fusion.lowering.functions fusion.lowering.group_norms fusion.lowering.integers
-            fusion.lowering.lower_op fusion.lowering.lowered_op fusion.lowering.lowering_cache fusion.lowering.padding
-            fusion.lowering.quotients fusion.lowering.reductions fusion.lowering.softmaxes fusion.lowering.special
-            fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types memory memory.recompute
+            context.attention_times context.divide_attention context.divided_heads context.merge_keys context.pack_parts
+            cumulative_rows exchanged_rows fusion fusion.analysis fusion.analysis.access fusion.analysis.constant_values
+            fusion.analysis.iteration_space fusion.analysis.space_cache fusion.analysis.traffic
+            fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms fusion.clustering.cluster
+            fusion.clustering.cluster_dag fusion.clustering.clustering fusion.clustering.critical_collectives
+            fusion.clustering.excluded fusion.clustering.fusion_graph fusion.clustering.memory_budget
+            fusion.clustering.numeric_sensitivity fusion.clustering.producer_inlining fusion.clustering.rematerialize
+            fusion.clustering.repair fusion.emit fusion.emit.emit fusion.emit.kernel_builder fusion.fuse fusion.lowering
+            fusion.lowering.activations fusion.lowering.common fusion.lowering.concat_slice fusion.lowering.functions
+            fusion.lowering.group_norms fusion.lowering.integers fusion.lowering.lower_op fusion.lowering.lowered_op
+            fusion.lowering.lowering_cache fusion.lowering.padding fusion.lowering.quotients fusion.lowering.reductions
+            fusion.lowering.softmaxes fusion.lowering.special fusion.lowering.unfused gemm_padding halo_rows
+            infer_placement infer_types memory memory.copy_schedule memory.offload memory.recompute
             memory.recompute_choice memory.recompute_liveness memory.rerun_cost normalize normalize.affine_positions
             normalize.decompositions normalize.decompositions.batch_norm normalize.decompositions.canonical
             normalize.decompositions.cross_entropy normalize.decompositions.embedding_bag
@@ -114,13 +114,13 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.matmul normalize.decompositions.reductions normalize.decompositions.table
             normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts normalize.imply_masks
             normalize.limit_experts normalize.mask_positions normalize.normalize normalize.quantize scan_parts sharding
-            sharding.assign sharding.atom_classes sharding.atomize sharding.balance sharding.casts
-            sharding.chunked_rows sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks
-            sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize
-            sharding.lower_reshards sharding.named_rows sharding.pool_taps sharding.prefixes sharding.propagate
-            sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps
-            sharding.store sharding.strided_taps shifted_rows softmax softmax.online_softmax softmax.split_softmax
-            softmax.statistics sum_products type_check verify
+            sharding.assign sharding.atom_classes sharding.atomize sharding.balance sharding.casts sharding.chunked_rows
+            sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks sharding.find_sequences
+            sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize sharding.lower_reshards
+            sharding.named_rows sharding.pool_taps sharding.prefixes sharding.propagate sharding.reshard_steps
+            sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps sharding.store
+            sharding.strided_taps shifted_rows softmax softmax.online_softmax softmax.split_softmax softmax.statistics
+            sum_products type_check verify
         """,
     },
     {
