@@ -28,6 +28,7 @@ from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD
 from shardc.ir.program import Program
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
+from shardc.partition.staged_program import StagedProgram
 from shardc.passes.context.divide_attention import Divided
 from shardc.passes.sharding.dispatch import Choice
 from shardc.plan.schema import Plan
@@ -62,14 +63,20 @@ def halves(program: Program) -> list[str]:
 
 
 def offloaded(program: Program) -> list[str]:
-    """What a rank copies to its host and back."""
-    body = program.body
-    copies = [type_of(call).local_bytes(body.mesh) for call in body.calls_of(BEGIN_OFFLOAD)]
-    of_each = f" of each of {body.microbatches} microbatches" if body.microbatches > 1 else ""
-    said = (
-        f"{len(copies)} values{of_each}, {human_bytes(sum(copies))} a rank, lie on the host until backward reads them"
-    )
-    return [said] if copies else []
+    """What a rank has on its host."""
+    body, lines = program.body, list[str]()
+    copies = [call for call in body.calls_of(BEGIN_OFFLOAD) if info(call).phase == "fwd"]
+    if copies:
+        size = human_bytes(sum(type_of(call).local_bytes(body.mesh) for call in copies))
+        of_each = f" of each of {body.microbatches} microbatches" if body.microbatches > 1 else ""
+        lines.append(f"{len(copies)} values{of_each}, {size} a rank, lie on the host until backward reads them")
+    staged: StagedProgram | None = getattr(program, "staged", None)
+    if staged is not None and (states := staged.states_on_host):
+        inputs = body.input_nodes()
+        size = human_bytes(sum(type_of(inputs[name]).local_bytes(body.mesh) for name in states))
+        of_stages = " of all stages" if len(staged.lists.ranks) > 1 else ""
+        lines.append(f"{len(states)} states of the optimizer, {size} a rank{of_stages}, lie on the host between steps")
+    return lines
 
 
 def overlap(program: Program) -> list[str]:

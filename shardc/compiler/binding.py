@@ -34,6 +34,7 @@ from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.offload import Offload
+from shardc.passes.memory.offload_states import OffloadStates
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.quantize import Quantize
@@ -73,6 +74,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options, split: Iterabl
         assign=Assign(plan.experts.dispatch, hardware),
         recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware, halves=plan.overlap.split),
         offload=Offload(plan.offload.activations, plan.offload.least, hardware),
+        states=OffloadStates(plan.offload.optimizer, plan.offload.least, hardware),
         split=SplitBatch(plan.overlap.split > 1 and bool(split), frozenset(split), hardware, by_time=not plan.symbols),
         align=Align(plan.align, hardware),
         late=LateGradients(plan.overlap.late_gradients, hardware, by_time=not plan.symbols),

@@ -32,6 +32,7 @@ from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.offload import Offload
+from shardc.passes.memory.offload_states import OffloadStates
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.quantize import Quantize
@@ -77,6 +78,7 @@ class Options:
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
     offload: Offload = field(default_factory=Offload)
+    states: OffloadStates = field(default_factory=OffloadStates)
     split: SplitBatch = field(default_factory=SplitBatch)
     align: Align = field(default_factory=Align)
     late: LateGradients = field(default_factory=LateGradients)
@@ -137,6 +139,7 @@ def part_passes(options: Options) -> list[Pass]:
         BiasProducts(options.fuse.enabled),
         options.fuse,
         options.offload,
+        options.states,
     ]
 
 

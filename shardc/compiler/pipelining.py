@@ -114,8 +114,9 @@ def _accumulated(plan: Plan, pipeline: Pipelining) -> Iterator[Diagnostic]:
 
 def _offloaded(plan: Plan) -> Iterator[Diagnostic]:
     if plan.offload.activations:
-        message = "'offload: {activations: ...}' does not go with 'pipeline'"
-        yield Diagnostic("SC234", message, hint="recompute instead, or give the pipeline's memory: to schedule: auto")
+        message = "'pipeline' keeps its activations: what a stage holds for its backward cannot lie on the host"
+        hint = "write offload: {optimizer: all}, and recompute: or the pipeline's memory: for activations"
+        yield Diagnostic("SC234", message, hint=hint)
 
 
 def _placed(plan: Plan, axis: str) -> Iterator[Diagnostic]:

@@ -245,7 +245,7 @@ def category_of(life: Life) -> Category:
     if life.weights:
         return "communication" if life.moved else "parameters"
     if life.storage.value.target is BEGIN_FETCH:  # what has come back
-        return "activations"
+        return "optimizer state" if life.phase == "opt" else "activations"
     if life.returned is not None or (life.phase == "fwd" and life.last != "fwd"):
         return "activations"
     if life.phase == "bwd" and life.last == "opt":

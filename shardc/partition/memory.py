@@ -152,14 +152,14 @@ def _coordinate(program: StagedProgram, c: int, early: bool) -> Coordinate:
         return Coordinate(c, ranks, program.lists.stages_of(c), 0, instruction_text(first), report)
     walk = Ranks(program, c, early)
     walk.run()
-    stored, stored_values = walk.stored()
+    stored, stored_values, host = walk.stored()
     rows = tuple(
         Row(rank, category, stored[category], walk.at_peak[category], walk.most[category])
         for rank in ranks
         for category in CATEGORIES
     )
     live = tuple(sorted([*stored_values, *walk.live], key=lambda value: -value.bytes))
-    report = MemoryReport(rows, walk.moment, live, tuple(walk.timeline))
+    report = MemoryReport(rows, walk.moment, live, tuple(walk.timeline), host=host)
     text = instruction_text(program.lists.ranks[c][walk.peak_at])
     return Coordinate(c, ranks, program.lists.stages_of(c), walk.peak_at, text, report)
 

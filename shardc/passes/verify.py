@@ -308,27 +308,30 @@ def same_calls(before: Graph, after: Graph) -> list[str]:
 
 def same_but_for_copies(before: Graph, after: Graph) -> list[str]:
     """A pass that copies values keeps each call on what it read, or on a copy of that; views may be made again."""
-    was = {info(node).name: _call_text(node, {}) for node in before.fx.nodes if node.op == "call_function"}
-    repeats = {text: name for name, text in was.items()}
-    stands_for: dict[fx.Node, str] = {}  # copies and repeated views -> the name of the value before
-    faults: list[str] = []
-    for node in after.fx.nodes:
-        if node.op != "call_function":
-            continue
-        name, text = info(node).name, _call_text(node, stands_for)
-        if node.target in HOST_COPIES:
-            stands_for[node] = stands_for.get(operands(node)[0], info(operands(node)[0]).name)
-        elif name not in was and text in repeats:
-            stands_for[node] = repeats[text]
-        elif was.get(name) != text:
-            faults.append(f"{name} is not the call that it was")
-    names = [stands_for.get(value, info(value).name) for value in after.output_values]
-    return faults + ["other outputs"] * (names != [info(value).name for value in before.output_values])
+    was, returned = _but_for_copies(before, {})
+    now, returned_now = _but_for_copies(after, {text: name for name, text in was.items()}, was)
+    faults = [f"{name} is not the call that it was" for name, text in now.items() if was.get(name) != text]
+    return faults + ["other outputs"] * (returned != returned_now)
 
 
-def _call_text(node: fx.Node, stands_for: Mapping[fx.Node, str]) -> str:
-    args = fx.map_arg((node.args, node.kwargs), lambda value: f"%{stands_for.get(value, info(value).name)}")
-    return f"{node.target} {args}"
+def _but_for_copies(
+    graph: Graph, repeats: Mapping[str, str], known: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], list[str]]:
+    """The text of each call by its name, and the names of outputs, where a copy counts as what it is a copy of; and a
+    call that is not `known` as the one that it repeats."""
+    stands_for, texts = dict[fx.Node, str](), dict[str, str]()
+    name_of = lambda value: stands_for.get(value, info(value).name)  # noqa: E731
+    for node in graph.fx.nodes:
+        if node.op == "call_function":
+            name = info(node).name
+            text = f"{node.target} {fx.map_arg((node.args, node.kwargs), lambda value: f'%{name_of(value)}')}"
+            if node.target in HOST_COPIES:
+                stands_for[node] = name_of(operands(node)[0])
+            elif known is not None and name not in known and text in repeats:
+                stands_for[node] = repeats[text]
+            else:
+                texts[name] = text
+    return texts, [name_of(value) for value in graph.output_values]
 
 
 def peak_within_bound(before: Graph, after: Graph) -> list[str]:
@@ -378,6 +381,7 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "bucket": (no_axis_twice, outputs_as_asked, buckets_match),
     "prefetch": (no_axis_twice, outputs_as_asked, buckets_match),
     "offload": (no_axis_twice, outputs_as_asked, buckets_match),
+    "offload_states": (no_axis_twice, outputs_as_asked, buckets_match),
     "online_softmax": (no_axis_twice, outputs_as_asked),
 }
 
@@ -390,4 +394,5 @@ PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "prefetch": (same_interface, same_calls, collectives_in_order),
     "fuse": (same_interface, collectives_in_order, peak_within_bound),
     "offload": (same_interface, same_but_for_copies, collectives_in_order),
+    "offload_states": (same_interface, same_but_for_copies, collectives_in_order),
 }

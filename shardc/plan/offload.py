@@ -1,8 +1,10 @@
 """The plan's `offload`: what lies in the memory of the host while no call needs it.
 
-offload: all                                  what backward reads of forward
-offload: {activations: 2GiB}                  so many bytes of it, a rank
-offload: {activations: all, least: 256KiB}    all of it, but for what is smaller
+    offload: all                                  what backward reads of forward, and the optimizer's state
+    offload: {activations: 2GiB}                  so many bytes of what backward reads, a rank
+    offload: {optimizer: all, least: 256KiB}      all state, but for tensors that are smaller
+
+Bytes are those of one rank.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from shardc.plan.values import FrozenValue, bytes_text, read_bytes, source_of
 
 Amount = int | Literal["all"]  # bytes a rank
 LEAST = 2**20
-AMOUNTS = ("activations",)
+AMOUNTS = ("activations", "optimizer")
 
 
 class Offloading(FrozenValue):
-    """`activations` that backward reads, up to so many bytes a rank; see passes/memory/offload.py. Tensors smaller than
-    `least` stay. In short: all, or false, which is nothing."""
+    """`activations` that backward reads, up to so many bytes a rank; see passes/memory/offload.py. `optimizer`: its
+    state, up to so many; see passes/memory/offload_states.py. Tensors smaller than `least` stay. In short: all, or
+    false, which is nothing."""
 
     activations: Amount = 0
+    optimizer: Amount = 0
     least: int = LEAST
 
     @model_validator(mode="before")

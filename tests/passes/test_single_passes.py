@@ -51,6 +51,7 @@ from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.memory.offload import Offload
+from shardc.passes.memory.offload_states import OffloadStates
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.group_experts import GroupExperts
 from shardc.passes.normalize.imply_masks import ImplyMasks
@@ -147,6 +148,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "bias_products": BiasProducts,
     "fuse": Fuse,
     "offload": Offload,
+    "offload_states": OffloadStates,
 }
 
 

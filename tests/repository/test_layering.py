@@ -106,16 +106,17 @@ FLOORS: list[dict[str, str]] = [
             fusion.lowering.group_norms fusion.lowering.integers fusion.lowering.lower_op fusion.lowering.lowered_op
             fusion.lowering.lowering_cache fusion.lowering.padding fusion.lowering.quotients fusion.lowering.reductions
             fusion.lowering.softmaxes fusion.lowering.special fusion.lowering.unfused gemm_padding halo_rows
-            infer_placement infer_types memory memory.copy_schedule memory.offload memory.recompute
-            memory.recompute_choice memory.recompute_liveness memory.rerun_cost normalize normalize.affine_positions
-            normalize.decompositions normalize.decompositions.batch_norm normalize.decompositions.canonical
-            normalize.decompositions.cross_entropy normalize.decompositions.embedding_bag
-            normalize.decompositions.indexing normalize.decompositions.losses normalize.decompositions.masked_scatter
-            normalize.decompositions.matmul normalize.decompositions.reductions normalize.decompositions.table
-            normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts normalize.imply_masks
-            normalize.limit_experts normalize.mask_positions normalize.normalize normalize.quantize scan_parts sharding
-            sharding.assign sharding.atom_classes sharding.atomize sharding.balance sharding.casts sharding.chunked_rows
-            sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks sharding.find_sequences
+            infer_placement infer_types memory memory.copy_schedule memory.offload memory.offload_states
+            memory.recompute memory.recompute_choice memory.recompute_liveness memory.rerun_cost normalize
+            normalize.affine_positions normalize.decompositions normalize.decompositions.batch_norm
+            normalize.decompositions.canonical normalize.decompositions.cross_entropy
+            normalize.decompositions.embedding_bag normalize.decompositions.indexing normalize.decompositions.losses
+            normalize.decompositions.masked_scatter normalize.decompositions.matmul normalize.decompositions.reductions
+            normalize.decompositions.table normalize.decompositions.weight_norm normalize.dropped_rows
+            normalize.group_experts normalize.imply_masks normalize.limit_experts normalize.mask_positions
+            normalize.normalize normalize.quantize scan_parts sharding sharding.assign sharding.atom_classes
+            sharding.atomize sharding.balance sharding.casts sharding.chunked_rows sharding.dispatch
+            sharding.divide_scans sharding.expert_modules sharding.find_blocks sharding.find_sequences
             sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize sharding.lower_reshards
             sharding.named_rows sharding.pool_taps sharding.prefixes sharding.propagate sharding.reshard_steps
             sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps sharding.store

@@ -5,7 +5,8 @@
     %x.back = begin_fetch(%x.host)         the copy to the accelerator begins
     %x.here = end_fetch(%x.back, %x.host)  has ended: what lies on the accelerator; the host's memory is free again
 
-An `end` is a view of what its `begin` has allocated, and reads what the copy reads, so that both are held until then.
+An `end` is what its `begin` has allocated, and reads what the copy reads, so that both are held until then.
+`begin_offload_into` copies over what lies on the host already, such as the state that an update replaces.
 On CUDA each direction has a stream. A copy begins when the compute stream has come to its `begin`, and the compute
 stream waits at its `end`; Python waits for neither. The host's memory is pinned, and used again in the next step.
 Elsewhere a copy is a copy to other memory, of the same device.
@@ -25,10 +26,18 @@ def _copy(x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(x)
 
 
+def _copy_into(x: Tensor, *, out: Tensor) -> Tensor:
+    return out.copy_(x)
+
+
 def _same(x: Tensor, source: Tensor) -> Tensor:
     if x.shape != source.shape or x.dtype != source.dtype:
         raise RuntimeError(f"a copy of {tuple(source.shape)} {source.dtype} is none of {tuple(x.shape)} {x.dtype}")
-    return x.view_as(x)
+    return x
+
+
+def _view(x: Tensor, source: Tensor) -> Tensor:
+    return _same(x, source).view_as(x)
 
 
 def _fetch(x: Tensor) -> Tensor:
@@ -36,9 +45,10 @@ def _fetch(x: Tensor) -> Tensor:
 
 
 BEGIN_OFFLOAD = define("begin_offload(Tensor x) -> Tensor", _copy, torch.empty_like)
-END_OFFLOAD = define("end_offload(Tensor(a) out, Tensor x) -> Tensor(a)", _same, _same)
+BEGIN_OFFLOAD_INTO = define("begin_offload_into(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", _copy_into, _copy_into)
+END_OFFLOAD = define("end_offload(Tensor(a) out, Tensor x) -> Tensor(a)", _same, _view)
 BEGIN_FETCH = define("begin_fetch(Tensor x) -> Tensor", _fetch, torch.empty_like)
-END_FETCH = define("end_fetch(Tensor(a) back, Tensor x) -> Tensor(a)", _same, _same)
+END_FETCH = define("end_fetch(Tensor(a) back, Tensor x) -> Tensor(a)", _same, _view)
 BEGINS = (BEGIN_OFFLOAD, BEGIN_FETCH)
 ENDS = (END_OFFLOAD, END_FETCH)
 HOST_COPIES = (*BEGINS, *ENDS)
@@ -86,7 +96,8 @@ class _Copies:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             into.copy_(x, non_blocking=True)
-        self.copied[into.data_ptr()] = stream.record_event()
+        self.copied[into.data_ptr()] = event = torch.cuda.Event()
+        event.record(stream)
         return into
 
     def wait(self, into: Tensor) -> None:
@@ -112,6 +123,11 @@ def _offload_on_cuda(x: Tensor) -> Tensor:
     return copies.begin(copies.pinned_like(x), x, copies.out)
 
 
+def _offload_into_on_cuda(x: Tensor, *, out: Tensor) -> Tensor:
+    copies = _of(x.device)
+    return copies.begin(out, x, copies.out)
+
+
 def _offloaded_on_cuda(out: Tensor, x: Tensor) -> Tensor:
     _of(x.device).wait(out)
     return _same(out, x)
@@ -130,6 +146,7 @@ def _fetched_on_cuda(back: Tensor, x: Tensor) -> Tensor:
 
 
 implement("begin_offload", _offload_on_cuda, "CUDA")
+implement("begin_offload_into", _offload_into_on_cuda, "CUDA")
 implement("end_offload", _offloaded_on_cuda, "CUDA")
 implement("begin_fetch", _fetch_on_cuda, "CUDA")
 implement("end_fetch", _fetched_on_cuda, "CUDA")

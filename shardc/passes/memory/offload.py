@@ -71,8 +71,7 @@ class Offload(Pass):
         if not chosen:
             graph.diagnostics.append(self._nothing(graph, calls))
             return graph
-        costs = call_costs(graph, self.hardware)
-        seconds = [costs[call].seconds if call.target not in COLLECTIVES else 0.0 for call in calls]
+        seconds = seconds_of(graph, calls, self.hardware)
         _move(graph, calls, chosen, Clock.of(seconds, self.hardware.host_bytes_per_second))
         return graph
 
@@ -181,11 +180,10 @@ def _within(saved: Sequence[Saved], most: int | Literal["all"]) -> list[Saved]:
 
 def _move(graph: Graph, calls: Sequence[fx.Node], chosen: Sequence[Saved], clock: Clock) -> None:
     """Insert the copies of what is chosen, and let backward read what comes back."""
-    turn, bound = chosen[0].turn, _bound(chosen)
+    turn, bound = chosen[0].turn, bound_of([(each.value, each.bytes) for each in chosen])
     ends = ends_of_offloads([Copy(each.bytes, each.made + 1) for each in chosen], clock, bound, turn)
     back = sorted(chosen, key=lambda each: each.read)
     begins = begins_of_fetches([Copy(each.bytes, each.read) for each in back], clock, bound, turn)
-    # Before one call: what ends, what begins, and what ends at once; of copies back, what begins late comes first.
     places: list[tuple[int, int, fx.Node]] = []
     on_host: dict[fx.Node, fx.Node] = {}
     with graph.fx.inserting_before(graph.output_node):
@@ -193,32 +191,45 @@ def _move(graph: Graph, calls: Sequence[fx.Node], chosen: Sequence[Saved], clock
             x, name, at = each.value, info(each.value).name, each.made + 1
             if x.target is operator.getitem:
                 producer(x)[0].append(x)
-            out = _copy(graph, BEGIN_OFFLOAD, (x,), x, f"{name}.out")
-            on_host[x] = host = _copy(graph, END_OFFLOAD, (out, x), x, f"{name}.host")
+            out = copy_call(graph, BEGIN_OFFLOAD, (x,), x, f"{name}.out")
+            on_host[x] = host = copy_call(graph, END_OFFLOAD, (out, x), x, f"{name}.host")
             places += [(at, 1, out), (end, 2 if end == at else 0, host)]
         for each, begin in zip(back, begins, strict=True):
             x, host, at = each.value, on_host[each.value], each.read
             phase, name = info(calls[at]).phase, info(x).name
-            fetched = _copy(graph, BEGIN_FETCH, (host,), x, f"{name}.back", phase)
-            here = _copy(graph, END_FETCH, (fetched, host), x, f"{name}.here", phase)
+            fetched = copy_call(graph, BEGIN_FETCH, (host,), x, f"{name}.back", phase)
+            here = copy_call(graph, END_FETCH, (fetched, host), x, f"{name}.here", phase)
             places += [(begin, 3 if begin == at else 5, fetched), (at, 4, here)]
             places += [(at, 4, node) for node in _read_from(graph, each, here, phase)]
-    for at, _, node in sorted(places, key=lambda place: place[:2]):
-        calls[at].prepend(node)
+    put(graph, calls, places)
 
 
-def _bound(chosen: Sequence[Saved]) -> int:
-    """The bytes of the layers that may be under way."""
+def bound_of(moved: Sequence[tuple[fx.Node, int]]) -> int:
+    """The bytes of the layers that may be under way, of values with their bytes."""
     of_layer: dict[str, int] = {}
-    for each in chosen:
-        layer = info(each.value).layer or info(each.value).name
-        of_layer[layer] = of_layer.get(layer, 0) + each.bytes
+    for value, size in moved:
+        layer = info(value).layer or info(value).name
+        of_layer[layer] = of_layer.get(layer, 0) + size
     return LAYERS_UNDER_WAY * max(of_layer.values())
 
 
-def _copy(
+def seconds_of(graph: Graph, calls: Sequence[fx.Node], hardware: Hardware) -> list[float]:
+    """How long each call keeps the accelerator busy. Collectives run beside others."""
+    costs = call_costs(graph, hardware)
+    return [0.0 if call.target in COLLECTIVES else costs[call].seconds for call in calls]
+
+
+def put(graph: Graph, calls: Sequence[fx.Node], places: Sequence[tuple[int, int, fx.Node]]) -> None:
+    """Put copies before calls. Of those before one call the order is: of copies to the host what ends (0), begins (1),
+    and ends at once (2); of copies back what begins late (3), ends (4), and begins (5)."""
+    for at, _, node in sorted(places, key=lambda place: place[:2]):
+        (calls[at] if at < len(calls) else graph.output_node).prepend(node)
+
+
+def copy_call(
     graph: Graph, target: OpOverload, args: tuple[fx.Node, ...], x: fx.Node, name: str, phase: Phase = "fwd"
 ) -> fx.Node:
+    """A copy of `x`, or the end of one, under a name of its own."""
     return graph.call(target, args, like=x, type=type_of(x), name=name, phase=phase)
 
 
