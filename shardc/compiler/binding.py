@@ -63,6 +63,7 @@ def collect_plan(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path |
 def bind_passes(plan: Plan, hardware: Hardware, options: Options, split: Iterable[str] = ()) -> Options:
     """Options with the passes that a plan asks for, and the hardware that they weigh their choices for. `split` are the
     inputs that are split into microbatches."""
+    offload = Offload(plan.offload.activations, plan.offload.least, hardware)
     return replace(
         options,
         context=plan.context,
@@ -72,8 +73,10 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options, split: Iterabl
         attention=DivideAttention(plan.context.axis, plan.context.attention, hardware),
         keys=MergeKeys(plan.context.axis, plan.context.keys, plan.context.attention, hardware),
         assign=Assign(plan.experts.dispatch, hardware),
-        recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware, halves=plan.overlap.split),
-        offload=Offload(plan.offload.activations, plan.offload.least, hardware),
+        recompute=Recompute(
+            **plan.recompute.model_dump(), hardware=hardware, halves=plan.overlap.split, offload=offload
+        ),
+        offload=offload,
         states=OffloadStates(plan.offload.optimizer, plan.offload.least, hardware),
         split=SplitBatch(plan.overlap.split > 1 and bool(split), frozenset(split), hardware, by_time=not plan.symbols),
         align=Align(plan.align, hardware),

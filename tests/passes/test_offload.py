@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -263,3 +264,38 @@ def test_the_summary_says_what_is_moved() -> None:
     assert str(program.memory()).endswith(f"\non the host: {size}")
     assert not offloaded(base())
     assert "on the host" not in str(base().memory())
+
+
+# ------------------------------------------------------------------ beside recomputation
+def recomputed(program: shardc.Program) -> int:
+    return sum(info(call).is_recomputed for call in program.body.calls())
+
+
+@cache
+def deep() -> shardc.Program:
+    return small(replace(SMALL, layers=6), {"mesh": "tp=2"})
+
+
+def test_less_runs_again_where_the_host_holds_what_would_not_fit() -> None:
+    """Under one budget: what lies on the host need not be made again."""
+    had = memory(deep().body, overlap=True).row("activations").most
+    budget = {"recompute": {"budget": had // 2}}
+    alone = replanned(deep(), **budget)
+    beside = replanned(deep(), **budget, offload={"activations": had // 3, "least": 1})
+    assert recomputed(alone) > 0
+    assert moved(beside.body)
+    assert recomputed(beside) <= recomputed(alone) // 2
+    assert bytes_moved(beside.body) <= had // 3
+    for program in (alone, beside):
+        assert memory(program.body, overlap=True).row("activations").most <= had // 2
+        assert not any(d.code == "SC214" for d in program.diagnostics)
+    for one, other in zip(results_of(beside), results_of(alone), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_may_not_be_moved_is_made_again_as_before() -> None:
+    had = memory(deep().body, overlap=True).row("activations").most
+    budget = {"recompute": {"budget": had // 2}}
+    nothing = replanned(deep(), **budget, offload={"activations": "all", "least": "1 GiB"})
+    names, before = ([info(c).name for c in p.body.calls()] for p in (nothing, replanned(deep(), **budget)))
+    assert names == before

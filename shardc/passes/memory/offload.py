@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -67,7 +67,9 @@ class Offload(Pass):
             return graph
         graph = graph.copy()
         calls = calls_as_run(graph)
-        chosen = _within(saved_values(graph, calls, self.least), self.activations)
+        saved = saved_values(graph, calls, self.least)
+        last = read_last({each.value: (each.read, each.bytes) for each in saved}, self.activations)
+        chosen = [each for each in saved if each.value in last]
         if not chosen:
             graph.diagnostics.append(self._nothing(graph, calls))
             return graph
@@ -107,7 +109,7 @@ def saved_values(graph: Graph, calls: Sequence[fx.Node], least: int) -> list[Sav
     of = with_buckets(graph, known.storages)
     inside = in_microbatch(graph)
     index_of = {call: index for index, call in enumerate(calls)}
-    weights = _made_of_weights(graph)
+    weights = made_of_weights(graph)
     backward = [
         index
         for index, call in enumerate(calls)
@@ -115,7 +117,7 @@ def saved_values(graph: Graph, calls: Sequence[fx.Node], least: int) -> list[Sav
     ]
     if not backward:
         return []
-    turn, second_layer = backward[0], _second_layer(calls, backward)
+    turn, second = backward[0], second_layer(calls, backward)
     kept = {of[value] for value in (*graph.output_values, *graph.placeholders, *weights) if value in of}
     kept |= {of[value] for value in (*pieces(graph), *(write.value for write in writes(graph)))}
     values_of: dict[Storage, list[fx.Node]] = {}
@@ -133,7 +135,7 @@ def saved_values(graph: Graph, calls: Sequence[fx.Node], least: int) -> list[Sav
         if (
             late
             and max((index_of[call], *early)) < turn
-            and min(late) >= second_layer
+            and min(late) >= second
             and all(user in inside and not schema_of(user.target).is_mutable for user in readers)
             and _is_dense(known, storage)
         ):
@@ -141,7 +143,7 @@ def saved_values(graph: Graph, calls: Sequence[fx.Node], least: int) -> list[Sav
     return sorted(saved, key=lambda each: each.made)
 
 
-def _made_of_weights(graph: Graph) -> set[fx.Node]:
+def made_of_weights(graph: Graph) -> set[fx.Node]:
     """Calls and values that are made of parameters alone, gathered or not."""
     made = {node for port, node in zip(graph.inputs, graph.placeholders, strict=True) if port.role == "param"}
     for node in graph.fx.nodes:
@@ -150,7 +152,7 @@ def _made_of_weights(graph: Graph) -> set[fx.Node]:
     return made
 
 
-def _second_layer(calls: Sequence[fx.Node], backward: Sequence[int]) -> int:
+def second_layer(calls: Sequence[fx.Node], backward: Sequence[int]) -> int:
     """The first call of backward that belongs to another layer than those before it; without layers, the third call."""
     first = ""
     for index in backward:
@@ -168,14 +170,15 @@ def _is_dense(known: Layouts, storage: Storage) -> bool:
     return like.stride() == layout.strides and like.numel() * layout.dtype.itemsize == storage.bytes
 
 
-def _within(saved: Sequence[Saved], most: int | Literal["all"]) -> list[Saved]:
-    """Of all, those that backward reads last, of no more bytes in all; in the order in which they are made."""
+def read_last(sizes: Mapping[fx.Node, tuple[int, int]], most: int | Literal["all"]) -> set[fx.Node]:
+    """Of values with the calls that read them first in backward and their bytes: those that are read last, of no more
+    bytes in all."""
     left, chosen = math.inf if most == "all" else most, set[fx.Node]()
-    for each in sorted(saved, key=lambda each: -each.read):
-        if each.bytes <= left:
-            chosen.add(each.value)
-            left -= each.bytes
-    return [each for each in saved if each.value in chosen]
+    for value, (_, size) in sorted(sizes.items(), key=lambda item: -item[1][0]):
+        if size <= left:
+            chosen.add(value)
+            left -= size
+    return chosen
 
 
 def _move(graph: Graph, calls: Sequence[fx.Node], chosen: Sequence[Saved], clock: Clock) -> None:
