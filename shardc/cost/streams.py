@@ -134,6 +134,14 @@ class _Begun:
     host: float = 0.0
 
 
+class _Copied(NamedTuple):
+    """A copy between a rank and its host: when it ends, and how long it waited for Python to begin it."""
+
+    end: float
+    seconds: float
+    host: float
+
+
 class _Streams:
     def __init__(self, costs: Mapping[fx.Node, CallCost], hardware: Hardware, products: float) -> None:
         self.costs, self.hardware, self.products = costs, hardware, products
@@ -144,7 +152,7 @@ class _Streams:
         self.free: dict[str, float] = {COMPUTE: 0.0}
         self.begun: dict[str, list[_Begun]] = {}  # by stream, all so far, in order
         self.under_way: dict[str, deque[_Begun]] = {}  # of them those that compute has not passed
-        self.copied: dict[fx.Node, float] = {}  # by copy, when it has ended
+        self.copied: dict[fx.Node, _Copied] = {}
         self.busy = 0.0  # of compute so far
         self.met = 0.0  # `busy` when compute last stood still for a collective
         self.late: dict[fx.Node, float] = {}  # how much later than it could a collective began, for slower ranks
@@ -284,16 +292,21 @@ class _Streams:
         timed, about = self.timed, info(node)
         timed.host += max(self.launch * cost.launches, self.hardware.call_seconds)
         if cost.launches:
-            start = max(self.free.get(cost.stream, 0.0), self.free[COMPUTE], timed.host)
-            self.free[cost.stream] = self.copied[node] = end = start + cost.seconds
+            free = max(self.free.get(cost.stream, 0.0), self.free[COMPUTE])
+            start = max(free, timed.host)
+            self.free[cost.stream] = end = start + cost.seconds
+            self.copied[node] = _Copied(end, cost.seconds, start - free)
             timed.launches += cost.launches
             timed.kinds[cost.kind] = timed.kinds.get(cost.kind, 0.0) + cost.seconds
             timed.spans.append(Span(about.name, cost.kind, cost.stream, start, end, about.phase, microbatch))
             return
         begun = operands(node)[0]
-        waited = self.copied[begun] - self.free[COMPUTE]
+        copied = self.copied[begun]
+        waited = copied.end - self.free[COMPUTE]
         if waited > 0:
-            timed.exposed.append(Exposed(begun, waited))
+            host = min(copied.host, max(0.0, waited - copied.seconds))
+            timed.idle += host
+            timed.exposed.append(Exposed(begun, waited - host))
             timed.by_call[node] = timed.by_call.get(node, 0.0) + waited
             self.free[COMPUTE] += waited
 

@@ -156,6 +156,15 @@ def test_checkpoints_go_from_one_to_the_other(tmp_path: Path) -> None:
         assert torch.equal(value, straight[name]), name
 
 
+def test_a_program_file_holds_its_copies(tmp_path: Path) -> None:
+    program, _ = compiled({**BASE, "params": {}, "offload": {**ALL, "activations": "all"}, "fuse": True})
+    program.save(tmp_path / "program.shardc")
+    loaded = shardc.Program.load(tmp_path / "program.shardc")
+    assert loaded.text() == program.text()
+    assert loaded.staged.states_on_host == program.staged.states_on_host != frozenset()
+    assert str(loaded.memory()) == str(program.memory())
+
+
 def test_a_pipeline_keeps_the_state_of_its_stages_on_the_host() -> None:
     plan = {"mesh": "pp=2, dp=2", **BATCH, "pipeline": {"microbatches": 2}, "clip_grad_norm": 0.1}
     plain = trained(plan, 2)
