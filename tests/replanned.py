@@ -2,8 +2,8 @@
 
     replanned(program, recompute="full", bucket=False)
 
-`recompute`, `align`, `overlap`, `bucket` and `fuse` concern no tracing and no rule; a trace is half of what compiling
-takes.
+`recompute`, `offload`, `align`, `overlap`, `bucket` and `fuse` concern no tracing and no rule; a trace is half of what
+compiling takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardc.explain.collective import bound_of, hardware_of, options_of
 
 
 def replanned(program: shardc.Program, **said: Any) -> shardc.Program:
-    assert said.keys() <= {"recompute", "align", "overlap", "bucket", "fuse"}
+    assert said.keys() <= {"recompute", "offload", "align", "overlap", "bucket", "fuse"}
     plan = shardc.Plan.parse(program.plan["text"]).merge(shardc.Plan.from_dict(said))
     options = bind_passes(plan, hardware_of(program), options_of(program))
     body = driver.finish_body(driver.distribute(program.reference, bound_of(program), options), options)

@@ -166,6 +166,7 @@ def memory(report: ProgramMemory, top: int) -> dict[str, Any]:
     return {
         "peak_bytes": report.peak,
         "stored_bytes": report.stored,
+        "host_bytes": report.host.most,
         "peak_at": None if moment is None else {"name": moment.name, "op": moment.op, "phase": moment.phase},
         "fullest_rank": fullest.ranks[0],
         "categories": {

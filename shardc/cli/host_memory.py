@@ -37,7 +37,9 @@ def refuse_model(model: nn.Module, what: str) -> None:
 def refuse_program(program: Program, *, verify: bool = False) -> None:
     """Raise ShardcError (SC517) where all ranks at once, simulated or as processes of this host, do not fit."""
     coordinates = memory(program.staged, early=False).coordinates
-    ranks = sum(coordinate.report.peak * len(coordinate.ranks) for coordinate in coordinates)
+    ranks = sum(
+        (coordinate.report.peak + coordinate.report.host.most) * len(coordinate.ranks) for coordinate in coordinates
+    )
     held = ranks + program.parameter_bytes().whole
     count = program.mesh.world_size
     if verify:

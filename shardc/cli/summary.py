@@ -24,10 +24,12 @@ from shardc.ir.layers import layer_of
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS
 from shardc.ir.ops.expert_capacity import LIMIT_ROWS
+from shardc.ir.ops.host_copies import BEGIN_OFFLOAD
 from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD
 from shardc.ir.program import Program
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
+from shardc.partition.staged_program import StagedProgram
 from shardc.passes.context.divide_attention import Divided
 from shardc.passes.sharding.dispatch import Choice
 from shardc.plan.schema import Plan
@@ -46,6 +48,7 @@ def summary(program: Program) -> list[RenderableType]:
         *host_reads(program),
         *halves(program),
         *in_buckets(program, [program.body]),
+        *offloaded(program),
         *overlap(program),
         *fusion(program),
         batch_line(program),
@@ -67,6 +70,23 @@ def in_buckets(program: Program, graphs: Iterable[Graph]) -> list[str]:
     size = human_bytes(Plan.parse(program.plan.get("text", "")).bucket_bytes)
     said = f"{sum(counts)} collectives travel as {len(counts)}, of up to {size} each; alone by bucket: false"
     return [f"buckets: {said}"] if counts else []
+
+
+def offloaded(program: Program) -> list[str]:
+    """What a rank has on its host."""
+    body, lines = program.body, list[str]()
+    copies = [call for call in body.calls_of(BEGIN_OFFLOAD) if info(call).phase == "fwd"]
+    if copies:
+        size = human_bytes(sum(type_of(call).local_bytes(body.mesh) for call in copies))
+        of_each = f" of each of {body.microbatches} microbatches" if body.microbatches > 1 else ""
+        lines.append(f"{len(copies)} values{of_each}, {size} a rank, lie on the host until backward reads them")
+    staged: StagedProgram | None = getattr(program, "staged", None)
+    if staged is not None and (states := staged.states_on_host):
+        inputs = body.input_nodes()
+        size = human_bytes(sum(type_of(inputs[name]).local_bytes(body.mesh) for name in states))
+        of_stages = " of all stages" if len(staged.lists.ranks) > 1 else ""
+        lines.append(f"{len(states)} states of the optimizer, {size} a rank{of_stages}, lie on the host between steps")
+    return lines
 
 
 def overlap(program: Program) -> list[str]:

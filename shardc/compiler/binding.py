@@ -33,6 +33,8 @@ from shardc.passes.context.divide_attention import DivideAttention
 from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
+from shardc.passes.memory.offload import Offload
+from shardc.passes.memory.offload_states import OffloadStates
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.quantize import Quantize
@@ -61,6 +63,7 @@ def collect_plan(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path |
 def bind_passes(plan: Plan, hardware: Hardware, options: Options, split: Iterable[str] = ()) -> Options:
     """Options with the passes that a plan asks for, and the hardware that they weigh their choices for. `split` are the
     inputs that are split into microbatches."""
+    offload = Offload(plan.offload.activations, plan.offload.least, hardware)
     return replace(
         options,
         context=plan.context,
@@ -70,7 +73,11 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options, split: Iterabl
         attention=DivideAttention(plan.context.axis, plan.context.attention, hardware),
         keys=MergeKeys(plan.context.axis, plan.context.keys, plan.context.attention, hardware),
         assign=Assign(plan.experts.dispatch, hardware),
-        recompute=Recompute(**plan.recompute.model_dump(), hardware=hardware, halves=plan.overlap.split),
+        recompute=Recompute(
+            **plan.recompute.model_dump(), hardware=hardware, halves=plan.overlap.split, offload=offload
+        ),
+        offload=offload,
+        states=OffloadStates(plan.offload.optimizer, plan.offload.least, hardware),
         split=SplitBatch(plan.overlap.split > 1 and bool(split), frozenset(split), hardware, by_time=not plan.symbols),
         align=Align(plan.align, hardware),
         late=LateGradients(plan.overlap.late_gradients, hardware, by_time=not plan.symbols),

@@ -91,7 +91,7 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
     check_excluded(body, plan.fuse.exclude)
     staged = stages_of(plan, body, task.mesh, options, task.like)
     unfused = finish(staged, options, fused=False)
-    fused = unfused.transformed(lambda graph: run(graph, [options.fuse], options))
+    fused = _with_kernels(unfused, options)
     if staged.body is not body:  # which no rank runs
         body.diagnostics += [note for graph in fused.graphs() for note in graph.diagnostics]
         return CompiledGraphs(reference, body, fused.mesh, fused)
@@ -147,12 +147,21 @@ def localized(sharded: Graph, options: Options) -> Graph:
 
 def finish(staged: StagedProgram, options: Options, *, fused: bool = True) -> StagedProgram:
     """The same lists over graphs as ranks run them, or before they are `fused`: each pass goes through all of them."""
-    *before_fusion, fuse = part_passes(options)
+    before_fusion = part_passes(options)[:-3]
     for pass_ in before_fusion:
         staged = staged.transformed(lambda graph, pass_=pass_: run(graph, [pass_], options))
     if staged.body in staged.graphs():  # of a pipeline, the cut has judged what a step holds
         options.recompute.settle(staged.body)
-    return staged.transformed(lambda graph: run(graph, [fuse], options)) if fused else staged
+    return _with_kernels(staged, options) if fused else staged
+
+
+def _with_kernels(staged: StagedProgram, options: Options) -> StagedProgram:
+    """The last passes: what graphs leave in memory is known once they have their kernels."""
+    fused = staged.transformed(lambda graph: run(graph, [options.fuse], options))
+    moved = fused.transformed(lambda graph: run(graph, [options.offload, options.states], options))
+    if moved.body in moved.graphs() and moved.body is not fused.body:
+        options.recompute.settle(moved.body)
+    return moved
 
 
 def finish_body(body: Graph, options: Options) -> Graph:

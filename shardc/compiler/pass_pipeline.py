@@ -31,6 +31,8 @@ from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
+from shardc.passes.memory.offload import Offload
+from shardc.passes.memory.offload_states import OffloadStates
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.merge_updates import MergeUpdates
 from shardc.passes.normalize.limit_experts import LimitExperts
@@ -77,6 +79,8 @@ class Options:
     assign: Assign = field(default_factory=Assign)
     keep_gathered: frozenset[str] = frozenset()  # parameters that backward does not gather again
     recompute: Recompute = field(default_factory=Recompute)
+    offload: Offload = field(default_factory=Offload)
+    states: OffloadStates = field(default_factory=OffloadStates)
     split: SplitBatch = field(default_factory=SplitBatch)
     align: Align = field(default_factory=Align)
     late: LateGradients = field(default_factory=LateGradients)
@@ -138,6 +142,8 @@ def part_passes(options: Options) -> list[Pass]:
         PickColumns(not options.fuse.enabled),
         MergeUpdates(not options.fuse.enabled),
         options.fuse,
+        options.offload,
+        options.states,
     ]
 
 

@@ -31,7 +31,7 @@ def tensor_mesh(plan: Plan, mesh: Mesh) -> Mesh:
     if pipeline is None:
         return mesh
     pipeline.on(mesh)
-    problems = [*_accumulated(plan, pipeline), *_placed(plan, pipeline.axis)]
+    problems = [*_accumulated(plan, pipeline), *_placed(plan, pipeline.axis), *_offloaded(plan)]
     if problems:
         raise ShardcError(*problems)
     return mesh_without_axis(mesh, pipeline.axis)
@@ -110,6 +110,13 @@ def _accumulated(plan: Plan, pipeline: Pipelining) -> Iterator[Diagnostic]:
         message = f"'accumulate: {plan.accumulate}' does not go with 'pipeline', whose microbatches are accumulated"
         hint = f"leave it out, and write microbatches: {plan.accumulate * pipeline.microbatches} for as many in all"
         yield pipeline.located(Diagnostic("SC208", message, hint=hint), "microbatches")
+
+
+def _offloaded(plan: Plan) -> Iterator[Diagnostic]:
+    if plan.offload.activations:
+        message = "'pipeline' keeps its activations: what a stage holds for its backward cannot lie on the host"
+        hint = "write offload: {optimizer: all}, and recompute: or the pipeline's memory: for activations"
+        yield Diagnostic("SC234", message, hint=hint)
 
 
 def _placed(plan: Plan, axis: str) -> Iterator[Diagnostic]:

@@ -356,6 +356,7 @@ def _without_backward(plan: Plan) -> Iterator[Diagnostic]:
         "clip_grad_norm": plan.clip_grad_norm is not None,
         "nonfinite": plan.nonfinite not in (None, "ignore"),
         "recompute": plan.recompute.mode != "none",
+        "offload": plan.offload.dumped() is not None,
     }
     names = [f"'{key}'" for key, said in asked.items() if said]
     if names:

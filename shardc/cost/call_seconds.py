@@ -2,6 +2,7 @@
 
     product      its shapes, by `Hardware.product_seconds`; a convolution as the product that it comes to
     attention    the FLOPs of keys that rows see (`cost.flops`)
+    host copy    its bytes at the rate of the host, on a stream of its direction; where it is waited for, 0
     collective   its bytes (`ir.collectives`) on the stream of its process group, and what is copied before and after
     scan         its steps, one after another
     view         0: no kernel
@@ -34,14 +35,17 @@ from shardc.ir.hardware import Hardware
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.ops.host_copies import ENDS, HOST_COPIES, OFFLOADS
 from shardc.ir.ops.scaled import turned
 from shardc.ir.overlap_schedule import sums_gradients
 from shardc.ir.schema import given
 from shardc.ir.storages import Layouts, Operand, layouts, unread_bytes, yields
 
-Kind = Literal["product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "view"]
+Kind = Literal[
+    "product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "host copy", "view"
+]
 KINDS: tuple[Kind, ...] = (
-    *("product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "view"),
+    *("product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "host copy", "view"),
 )
 COMPUTE = ""  # the name of the stream of all that is no collective
 
@@ -116,6 +120,8 @@ class _Costs:
     def of(self, node: fx.Node) -> CallCost:
         if (moved := collective(self.graph, node)) is not None:
             return self._collective(node, moved)
+        if node.target in HOST_COPIES:
+            return self._host_copy(node)
         name = op_name(node.target)
         if name in PRODUCT_SHAPES:
             return self._product(node, name)
@@ -198,14 +204,10 @@ class _Costs:
         whole = 2 * batch * rows * columns * depth
         dtype = next(type_of(value).dtype for value in operands(node) if type_of(value).dtype.is_floating_point)
         if name in OF_EXPERTS and whole:  # of its tokens' rows, a rank has an even part
-            rows, depth = (
-                (rows, max(1, depth * total // whole))
-                if "wgrad" in name
-                else (
-                    max(1, rows * total // whole),
-                    depth,
-                )
-            )
+            if "wgrad" in name:
+                depth = max(1, depth * total // whole)
+            else:
+                rows = max(1, rows * total // whole)
         launches = 1
         if name == "convolution_backward":
             launches = max(1, sum(arguments["output_mask"]))
@@ -242,6 +244,12 @@ class _Costs:
 
     def _result_shape(self, node: fx.Node) -> tuple[int, ...]:
         return self._operand(node).shape if info(node).type is not None else ()
+
+    def _host_copy(self, node: fx.Node) -> CallCost:
+        stream = "to host" if node.target in OFFLOADS else "from host"
+        if node.target in ENDS:
+            return CallCost("host copy", 0.0, 0, stream)
+        return CallCost("host copy", self._bytes(node) / self.hardware.host_bytes_per_second, 1, stream)
 
     # ------------------------------------------------------------------ collectives
     def _collective(self, node: fx.Node, moved: Collective) -> CallCost:

@@ -5,11 +5,13 @@ collective of its own) is not counted, nor is the allocator's rounding.
 
     parameters, optimizer state, buffers, inputs    stored: what a rank holds all step long
     gradients        a parameter's, until the optimizer has used it; without one, to the end
-    activations      made in forward and used in backward; the loss and other outputs
+    activations      made in forward and used in backward, or back from the host; the loss and other outputs
     communication    results of collectives, until they are used; parameters gathered for use
     in flight        what collectives under way hold for themselves: packed copies of operands, what has yet to arrive
     temporaries      everything that forward, backward or the optimizer needs within itself alone
     arena            what the memory that was planned for results of kernels (`ir.arena`) holds beside those there now
+
+What lies in the memory of the host (`ir.ops.host_copies`) is in none of these: `Host` has its bytes.
 
 New values of what is stored (casts and updates of parameters, new optimizer state) count with what they are a copy of.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 from torch import fx
@@ -30,6 +33,7 @@ from shardc.ir.fold import described
 from shardc.ir.graph import Graph, Phase, Role, info, op_name, producer
 from shardc.ir.layers import layer_of, list_and_index
 from shardc.ir.liveness import Life
+from shardc.ir.ops.host_copies import BEGIN_FETCH
 from shardc.ir.overlap_schedule import Action
 from shardc.ir.storages import Storage
 from shardc.ir.types import TensorType
@@ -81,6 +85,31 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Host:
+    """Bytes that a rank has in the memory of its host, which no other figure counts: those held all step long, and the
+    most at once, these included."""
+
+    stored: int = 0
+    most: int = 0
+
+    @classmethod
+    def of(cls, account: Account) -> Host:
+        stored = sum(storage.bytes for _, storage in account.host_inputs)
+        change = [0] * (account.moments + 2)
+        for life in account.host_lives:
+            change[life.born] += life.storage.bytes
+            change[life.dies + 1] -= life.storage.bytes
+        return cls(stored, stored + max(accumulate(change), default=0))
+
+    def __str__(self) -> str:
+        kept = f", of which {human_bytes(self.stored)} all step long" if self.stored else ""
+        return f"on the host: {human_bytes(self.most)}{kept}"
+
+
+NO_HOST = Host()
+
+
+@dataclass(frozen=True)
 class Moment:
     """An instruction of the body."""
 
@@ -120,6 +149,7 @@ class MemoryReport:
     live: tuple[LiveValue, ...]
     timeline: tuple[int, ...]  # bytes beyond what is stored, during each action
     actions: tuple[Action, ...] = field(default=(), repr=False)  # of a body: runs of calls, begins, waits
+    host: Host = NO_HOST
 
     @property
     def peak(self) -> int:
@@ -155,7 +185,7 @@ class MemoryReport:
                 columns = (row.stored, row.bytes, row.stored + row.most)
                 lines.append((row.category, *(human_bytes(n) if n else "-" for n in columns)))
         lines.append(("total", human_bytes(self.stored), human_bytes(self.peak), ""))
-        return aligned(lines)
+        return [*aligned(lines), *([str(self.host)] if self.host.most else [])]
 
     def listing(self, count: int = 10, *, fold: bool = False) -> str:
         """The largest values at the peak, a line each. With `fold`, those of equal layers have one:
@@ -214,6 +244,8 @@ def category_of(life: Life) -> Category:
         return RETURNED[life.returned]
     if life.weights:
         return "communication" if life.moved else "parameters"
+    if life.storage.value.target is BEGIN_FETCH:  # what has come back
+        return "optimizer state" if life.phase == "opt" else "activations"
     if life.returned is not None or (life.phase == "fwd" and life.last != "fwd"):
         return "activations"
     if life.phase == "bwd" and life.last == "opt":
@@ -255,7 +287,7 @@ def memory(
         live += [live_value(lives[i].storage, categories[i]) for i in walk.there(lives)]
     live.sort(key=lambda value: -value.bytes)
     moment = None if walk.peak_at is None else moment_of(account, walk.peak_at)
-    return MemoryReport(rows, moment, tuple(live), walk.timeline, actions)
+    return MemoryReport(rows, moment, tuple(live), walk.timeline, actions, Host.of(account))
 
 
 @dataclass(frozen=True)

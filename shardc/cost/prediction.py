@@ -31,7 +31,7 @@ SHOWN = 8  # collectives in a table
 @dataclass(frozen=True)
 class ExposedTime:
     """Collectives of one kind and cause: how long compute stands still in a step for them and for ranks that come later
-    to them, and how long they take."""
+    to them, and how long they take. Or copies between a rank and its host, of one direction, which have no axes."""
 
     kind: str
     axes: tuple[str, ...]
@@ -43,8 +43,12 @@ class ExposedTime:
     exposed_ms: float
     ms: float
 
+    @property
+    def what(self) -> str:
+        return f"{self.kind} over {'.'.join(self.axes)}" if self.axes else self.kind
+
     def __str__(self) -> str:
-        text = f"{self.exposed_ms:9.3f} of {self.ms:.3f} ms  {self.kind} over {'.'.join(self.axes)}, {self.phase}, "
+        text = f"{self.exposed_ms:9.3f} of {self.ms:.3f} ms  {self.what}, {self.phase}, "
         where = f"   {self.source}" if self.source else ""
         return f"{text}x{self.times}, {human_bytes(self.bytes)}   {self.cause}{where}"
 
@@ -129,7 +133,10 @@ class Prediction:
         of_those = [f"{self.taken_ms:.2f} on the compute's cores"] if self.taken_ms else []
         of_those += [f"{self.met_ms:.2f} for slower ranks"] if self.met_ms else []
         causes = f" (of which {', '.join(of_those)})" if of_those else ""
-        waits = f"collectives {self.exposed_total_ms:.2f}{causes}, host {self.idle_ms:.2f} ms; bubble {self.bubble:.1%}"
+        copies = sum(row.exposed_ms for row in self.exposed_ms if not row.axes)
+        waits = f"collectives {self.exposed_total_ms - copies:.2f}{causes}, "
+        waits += f"copies of the host {copies:.2f}, " if "host copy" in self.kinds_ms else ""
+        waits += f"host {self.idle_ms:.2f} ms; bubble {self.bubble:.1%}"
         lines = [
             f"{step}, peak {human_bytes(self.peak_bytes)}, on {self.ranks} x {self.hardware}",
             f"ms of a rank: {', '.join(kinds)}; gaps {self.gaps_ms:.2f}",

@@ -4,6 +4,8 @@
              too; it runs ahead, and waits for nothing
     compute  all kernels but the collectives', one after another, `kernel_gap_seconds` between two
     tp, dp   the collectives of a process group, one after another
+    to host, from host    copies of one direction, one after another; each begins when compute has come to its begin,
+             and compute stands still at its end until it has ended
 
 A kernel starts when the host has issued it and its stream is free. A collective begins, beside that, when compute has
 come to where it begins (`ir.overlap_schedule`), and compute stands still where it is waited for until it has ended. The
@@ -27,7 +29,7 @@ from torch import fx
 from shardc.cost.call_seconds import COMPUTE, KINDS, CallCost, Kind
 from shardc.ir.account import with_additions
 from shardc.ir.call_slots import slotted_calls
-from shardc.ir.graph import Graph, Phase, info, type_of
+from shardc.ir.graph import Graph, Phase, info, operands, type_of
 from shardc.ir.hardware import DELAY, Hardware
 from shardc.ir.overlap_schedule import Action, schedule_of
 
@@ -47,7 +49,7 @@ class Span(NamedTuple):
 
 
 class Exposed(NamedTuple):
-    """How long compute stood still for a collective."""
+    """How long compute stood still for a collective, or a copy of the host."""
 
     node: fx.Node
     seconds: float
@@ -138,6 +140,14 @@ class _Begun:
     host: float = 0.0
 
 
+class _Copied(NamedTuple):
+    """A copy between a rank and its host: when it ends, and how long it waited for Python to begin it."""
+
+    end: float
+    seconds: float
+    host: float
+
+
 class _Streams:
     def __init__(self, costs: Mapping[fx.Node, CallCost], hardware: Hardware, products: float) -> None:
         self.costs, self.hardware, self.products = costs, hardware, products
@@ -148,6 +158,7 @@ class _Streams:
         self.free: dict[str, float] = {COMPUTE: 0.0}
         self.begun: dict[str, list[_Begun]] = {}  # by stream, all so far, in order
         self.under_way: dict[str, deque[_Begun]] = {}  # of them those that compute has not passed
+        self.copied: dict[fx.Node, _Copied] = {}
         self.busy = 0.0  # of compute so far
         self.met = 0.0  # `busy` when compute last stood still for a collective
         self.late: dict[fx.Node, float] = {}  # how much later than it could a collective began, for slower ranks
@@ -168,6 +179,8 @@ class _Streams:
                 case "run" if cost.kind == "collective":
                     self._begin(node, cost, microbatch)
                     self._wait(node, cost, microbatch)
+                case "run" if cost.kind == "host copy":
+                    self._host_copy(node, cost, microbatch)
                 case "run":
                     seconds = cost.seconds * self.products if cost.kind == "product" else cost.seconds
                     self._kernel(node, cost.kind, seconds, cost.launches, microbatch, beside=cost.beside)
@@ -279,6 +292,29 @@ class _Streams:
             self.free[COMPUTE] = end
         if cost.after:
             self._kernel(node, "copy", cost.after, 1, microbatch, ".after")
+
+    def _host_copy(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
+        """A copy begins, or compute waits for one."""
+        timed, about = self.timed, info(node)
+        timed.host += max(self.launch * cost.launches, self.hardware.call_seconds)
+        if cost.launches:
+            free = max(self.free.get(cost.stream, 0.0), self.free[COMPUTE])
+            start = max(free, timed.host)
+            self.free[cost.stream] = end = start + cost.seconds
+            self.copied[node] = _Copied(end, cost.seconds, start - free)
+            timed.launches += cost.launches
+            timed.kinds[cost.kind] = timed.kinds.get(cost.kind, 0.0) + cost.seconds
+            timed.spans.append(Span(about.name, cost.kind, cost.stream, start, end, about.phase, microbatch))
+            return
+        begun = operands(node)[0]
+        copied = self.copied[begun]
+        waited = copied.end - self.free[COMPUTE]
+        if waited > 0:
+            host = min(copied.host, max(0.0, waited - copied.seconds))
+            timed.idle += host
+            timed.exposed.append(Exposed(begun, waited - host))
+            timed.by_call[node] = timed.by_call.get(node, 0.0) + waited
+            self.free[COMPUTE] += waited
 
     def _settled(self, node: fx.Node, stream: str, now: float) -> _Begun:
         """The collective that compute waits for from `now` on. Until then it, and those in front of it in its stream,

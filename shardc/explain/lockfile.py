@@ -255,7 +255,7 @@ class _Facts:
         for kind, ms in predicted.kinds_ms.items():
             self.facts["where", "prediction", kind, "step_ms"] = _rounded(ms)
         for row in predicted.exposed_ms:
-            where = ("where", "prediction", f"{row.kind} over {'.'.join(row.axes)}, {PHASES[row.phase]}", "exposed_ms")
+            where = ("where", "prediction", f"{row.what}, {PHASES[row.phase]}", "exposed_ms")
             self.facts[where] = _rounded(float(self.facts.get(where, 0.0)) + row.exposed_ms)
             self.reasons.setdefault(where, []).append(Reason("", row.source, row.cause))
 

@@ -19,13 +19,15 @@ from shardc.ir.in_flight import buffers_of
 from shardc.ir.liveness import Life, lives
 from shardc.ir.microbatch import calls_as_run, in_microbatch
 from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
+from shardc.ir.ops.host_copies import on_host
 from shardc.ir.overlap_schedule import Action, Times, schedule_of, times_of
 from shardc.ir.storages import Storage, storages, unread_bytes
 
 
 @dataclass(frozen=True)
 class Account:
-    """`inputs` are the storages of inputs, live throughout; `lives`, in order of birth, count in `times.actions`."""
+    """`inputs` are the storages of inputs, live throughout; `lives`, in order of birth, count in `times.actions`. What
+    lies on the host is among neither, but in `host_inputs` and `host_lives`."""
 
     calls: Sequence[fx.Node]
     of: dict[fx.Node, Storage]
@@ -33,6 +35,23 @@ class Account:
     inputs: Sequence[tuple[Port, Storage]]
     lives: Sequence[Life]
     added: Mapping[fx.Node, int]  # term of a sum -> when it is added, if a call makes it
+    host_inputs: Sequence[tuple[Port, Storage]]
+    host_lives: Sequence[Life]
+
+    @classmethod
+    def split(
+        cls,
+        calls: Sequence[fx.Node],
+        of: dict[fx.Node, Storage],
+        times: Times,
+        inputs: Sequence[tuple[Port, Storage]],
+        lives: Sequence[Life],
+        added: Mapping[fx.Node, int],
+    ) -> Account:
+        """An account of storages of which some lie on the host."""
+        here, there = ([pair for pair in inputs if on_host(pair[1].value) == far] for far in (False, True))
+        near, far = ([life for life in lives if on_host(life.storage.value) == far] for far in (False, True))
+        return cls(calls, of, times, here, near, added, there, far)
 
     @property
     def moments(self) -> int:
@@ -51,7 +70,7 @@ def account_of(graph: Graph, *, overlap: bool, storage_of: dict[fx.Node, Storage
         calls = calls_as_run(graph)
         order = tuple(range(len(calls)))
         input_storages, call_lives = lives(graph, calls, microbatch_nodes, of)
-        return Account(
+        return Account.split(
             calls,
             of,
             Times(tuple(Action("run", index) for index in order), order, order, order),
@@ -70,7 +89,8 @@ def account_of(graph: Graph, *, overlap: bool, storage_of: dict[fx.Node, Storage
         if size := unread.get(call, 0):
             phase = info(call).phase
             call_lives.append(Life(Storage(call, size), now, now, phase, phase, False, False))
-    return Account(calls, of, times, input_storages, sorted(call_lives, key=lambda life: life.born), added)
+    call_lives.sort(key=lambda life: life.born)
+    return Account.split(calls, of, times, input_storages, call_lives, added)
 
 
 def with_additions(

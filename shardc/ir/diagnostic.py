@@ -84,6 +84,7 @@ COMPILER_CODES: dict[str, Code] = {
     "SC231": Code("experts-apart", "an axis lies over dim 0 of all weights of experts that are modules of their own"),
     "SC232": Code("fixed-extent", "a program, or a number of it, cannot be had for any size of an extent by its name"),
     "SC233": Code("nothing-rounded", "a plan asks for 8-bit products, and no product has a weight that may be rounded"),
+    "SC234": Code("nothing-offloaded", "a plan asks that values lie in the memory of the host, and none does"),
     "SC240": Code("context", "a plan says how attention is divided along a sequence, and it cannot be, or is not"),
     "SC250": Code("nothing-fits", "no plan of a model fits the memory of its ranks"),
     "SC251": Code("not-plannable", "the planner is asked for ranks, rows or a mesh that there is no plan for"),

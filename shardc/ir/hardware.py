@@ -136,6 +136,7 @@ class Hardware:
     `kernel_gap_seconds` that of the accelerator between two kernels, `call_seconds` what a call of a program takes the
     CPU at the least, whatever it launches. `bucket_bytes` are those of a full bucket.
     `storage_bytes_per_second` is what an accelerator writes to, or reads from, the checkpoints' storage while all do.
+    `host_bytes_per_second` is what it copies to pinned memory of its host, or from it, over PCIe.
     Products whose rows are no multiples of `row_alignment_bytes` take `unaligned_slowdown` times as long at the least.
     """
 
@@ -153,6 +154,7 @@ class Hardware:
     kernel_gap_seconds: float = _delay(1.05e-6)
     call_seconds: float = dataclasses.field(default=0.0, metadata={"range": Range(0, 1.0)})
     storage_bytes_per_second: float = _rate(1.25e8)
+    host_bytes_per_second: float = _rate(5e10)
     bucket_bytes: int = _whole(25 * 2**20, 1, 2**40)
     row_alignment_bytes: int = _whole(16, 2, 256, binary=True)
     unaligned_slowdown: float = dataclasses.field(default=4.0, metadata={"range": Range(1, 100)})

@@ -3,6 +3,10 @@
     %w.new = add.Tensor(%w.decayed, %step)         add.out(%w.decayed, %step, out=%w)
     return param "w" = %w.new
 
+    %m.out = begin_offload(%m.new)                 begin_offload_into(%m.new, out=%m)
+    %m.host = end_offload(%m.out, %m.new)          %m.host is %m, which lies on the host
+    return state "m" = %m.host
+
 An output of role "param" or "state" may be, if nothing reads the input of its name any more once it is made, and so
 may the cache of keys and values that generation keeps. The graph itself stays a function of its inputs: that is for
 whoever runs it with state of its own, which the simulator does not.
@@ -22,6 +26,7 @@ from kernels_triton.base.inplace import INTO
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, Port, op_name, operands, producer, results, type_of
 from shardc.ir.microbatch import CACHE, calls_as_run, in_microbatch
+from shardc.ir.ops.host_copies import BEGIN_OFFLOAD_INTO, END_OFFLOAD
 from shardc.ir.schema import schema_of
 from shardc.ir.storages import Storage, storages
 
@@ -50,7 +55,8 @@ def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]
     for port, value in zip(body.outputs, body.output_values, strict=True):
         if not _written_over(port) or port.name not in twins or value.op == "placeholder":
             continue
-        over, call = twins[port.name], producer(value)[0]
+        made = operands(value)[0] if value.target is END_OFFLOAD else value
+        over, call = twins[port.name], producer(made)[0]
         same_layout = type_of(over).dims == type_of(value).dims and type_of(over).dtype == type_of(value).dtype
         once = ends[of[value]] == 1 and of[over] not in ends
         repeated = body.microbatches > 1 and call in microbatch_nodes
@@ -58,12 +64,14 @@ def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]
             same_layout
             and once
             and not repeated
-            and of[value].value is value
+            and of[made].value is made
             and last.get(of[over], -1) <= index_of[call]
         ):
             # No operand is another view of the memory that is written over.
             no_other_view = all(v is over or of[v] is not of[over] for v in operands(call))
-            if call.target in INTO:
+            if made is not value:
+                allowed.append(Write(made, over, BEGIN_OFFLOAD_INTO))
+            elif call.target in INTO:
                 allowed.append(Write(value, over, call.target if _placed(call, value, over, of) else None))  # type: ignore[arg-type]
             else:
                 allowed.append(Write(value, over, _into(call, over) if call is value and no_other_view else None))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardc.cost.memory import CATEGORIES, Category, LiveValue, MemoryReport, Moment, Row, aligned
+from shardc.cost.memory import CATEGORIES, Category, Host, LiveValue, MemoryReport, Moment, Row, aligned
 from shardc.cost.memory import memory as memory_of_body
 from shardc.ir.collectives import human_bytes
 from shardc.partition.memory_walk import Ranks
@@ -63,6 +63,11 @@ class ProgramMemory:
     def stored(self) -> int:
         """The most bytes that a rank holds all step long."""
         return max(coordinate.report.stored for coordinate in self.coordinates)
+
+    @property
+    def host(self) -> Host:
+        """What lies in the memory of the host, of the rank that has most there."""
+        return max((coordinate.report.host for coordinate in self.coordinates), key=lambda host: host.most)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -147,14 +152,14 @@ def _coordinate(program: StagedProgram, c: int, early: bool) -> Coordinate:
         return Coordinate(c, ranks, program.lists.stages_of(c), 0, instruction_text(first), report)
     walk = Ranks(program, c, early)
     walk.run()
-    stored, stored_values = walk.stored()
+    stored, stored_values, host = walk.stored()
     rows = tuple(
         Row(rank, category, stored[category], walk.at_peak[category], walk.most[category])
         for rank in ranks
         for category in CATEGORIES
     )
     live = tuple(sorted([*stored_values, *walk.live], key=lambda value: -value.bytes))
-    report = MemoryReport(rows, walk.moment, live, tuple(walk.timeline))
+    report = MemoryReport(rows, walk.moment, live, tuple(walk.timeline), host=host)
     text = instruction_text(program.lists.ranks[c][walk.peak_at])
     return Coordinate(c, ranks, program.lists.stages_of(c), walk.peak_at, text, report)
 

@@ -24,6 +24,7 @@ from shardc.cost.memory import (
     RETURNED,
     STORED,
     Category,
+    Host,
     LiveValue,
     Moment,
     Walk,
@@ -37,6 +38,7 @@ from shardc.ir.graph import Graph, Port, info, operands, type_of
 from shardc.ir.liveness import Life
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
+from shardc.ir.ops.host_copies import on_host as lies_on_host
 from shardc.ir.storages import Storage
 from shardc.partition.program_counter import graphs_of
 from shardc.partition.stage_arena import arena_plans
@@ -383,21 +385,26 @@ class Ranks:
     def _travelling(self) -> set[str]:
         return {i.value for i in self.program.lists.ranks[self.c] if isinstance(i, Send | Recv)}
 
-    def stored(self) -> tuple[dict[Category, int], list[LiveValue]]:
-        """The inputs of the graphs that live for the whole step: bytes by category, and each value."""
+    def stored(self) -> tuple[dict[Category, int], list[LiveValue], Host]:
+        """The inputs of the graphs that live for the whole step: bytes by category, and each value. And what lies on
+        the host, where the optimizer's state may."""
         work: set[tuple[int, PartName]] = {(i.stage, PART_OF[type(i)]) for i in self.program.lists.work(self.c)}
         graphs = [self.program.stages[stage][part] for stage, part in sorted(work)]
         graphs += [graph for i in self.listed if isinstance(i, Gather) for graph in graphs_of(self.program, self.c, i)]
         if self.pipeline.updates:
             graphs += [self.program.epilogues[self.c].norm, self.program.epilogues[self.c].update]
         live_values: dict[str, LiveValue] = {}
+        on_host: dict[str, int] = {}
         for graph in graphs:
             for port, node in zip(graph.inputs, graph.placeholders, strict=True):
-                if port.role not in ("value", "sum"):
+                if lies_on_host(node):
+                    on_host[port.name] = type_of(node).local_bytes(self.mesh)
+                elif port.role not in ("value", "sum"):
                     times = self.program.lists.microbatches if port.role in GIVEN else 1
                     category, size = STORED.get(port.role, "inputs"), type_of(node).local_bytes(self.mesh) * times
                     live_values[port.name] = live_value(Storage(node, size), category)
         stored_bytes = nothing()
         for value in live_values.values():
             stored_bytes[value.category] += value.bytes
-        return stored_bytes, list(live_values.values())
+        host = sum(on_host.values())
+        return stored_bytes, list(live_values.values()), Host(host, host)

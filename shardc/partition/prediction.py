@@ -167,16 +167,21 @@ class _Predictor:
                 waited[node] += seconds  # type: ignore[assignment]
             repeated = self.timed(graph).runs
             for node, cost in self.costs_of(graph).items():
-                if (moved := cost.moved) is None:
-                    continue
                 times = n * repeated.get(node, 1)
-                key = moved.kind, moved.axes, moved.phase, in_every_layer(moved.cause)
-                known = rows.get(key) or ExposedTime(*key, moved.source, 0, 0, 0.0, 0.0)
+                if (moved := cost.moved) is not None:
+                    key = moved.kind, moved.axes, moved.phase, in_every_layer(moved.cause)
+                    source, size = moved.source, moved.bytes_per_rank
+                elif cost.kind == "host copy" and cost.launches:
+                    key = f"copy {cost.stream}", (), info(node).phase, "offload"
+                    source, size = "", type_of(node).local_bytes(graph.mesh)
+                else:
+                    continue
+                known = rows.get(key) or ExposedTime(*key, source, 0, 0, 0.0, 0.0)
                 rows[key] = ExposedTime(
                     *key,
                     known.source,
                     known.times + times,
-                    known.bytes + times * moved.bytes_per_rank,
+                    known.bytes + times * size,
                     known.exposed_ms + n * waited[node] * 1e3,
                     known.ms + times * cost.seconds * 1e3,
                 )

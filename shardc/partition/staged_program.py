@@ -23,6 +23,7 @@ from typing import Any
 
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.host_copies import on_host
 from shardc.ir.plain import (
     fields_known,
     graph_from_plain,
@@ -108,6 +109,12 @@ class StagedProgram:
             yield from stage.graphs()
         for epilogue in self.epilogues:
             yield from (epilogue.norm, epilogue.update)
+
+    @property
+    def states_on_host(self) -> frozenset[str]:
+        """The states that lie in the memory of the host between steps."""
+        inputs = (pair for graph in self.graphs() for pair in zip(graph.inputs, graph.placeholders, strict=True))
+        return frozenset(port.name for port, node in inputs if port.role == "state" and on_host(node))
 
     def transformed(self, change: Callable[[Graph], Graph]) -> StagedProgram:
         """The same lists over changed graphs, each of which is changed by itself."""

@@ -23,6 +23,7 @@ from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, shapes_of
 from shardc.ir.ops.exchange import COMBINE_ROWS, EXCHANGE_COUNTS, EXCHANGES, ROW_MOVES
 from shardc.ir.ops.expert_capacity import LIMIT_ROWS
 from shardc.ir.ops.experts import GATHER_ROWS, GROUP_ROWS, UNGROUP_ROWS
+from shardc.ir.ops.host_copies import HOST_COPIES
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
 from shardc.passes.base import Check, split_of
@@ -305,6 +306,34 @@ def same_calls(before: Graph, after: Graph) -> list[str]:
     return [f"not the same calls: {', '.join(sorted(changed)[:5])}"] if changed else []
 
 
+def same_but_for_copies(before: Graph, after: Graph) -> list[str]:
+    """A pass that copies values keeps each call on what it read, or on a copy of that; views may be made again."""
+    was, returned = _but_for_copies(before, {})
+    now, returned_now = _but_for_copies(after, {text: name for name, text in was.items()}, was)
+    faults = [f"{name} is not the call that it was" for name, text in now.items() if was.get(name) != text]
+    return faults + ["other outputs"] * (returned != returned_now)
+
+
+def _but_for_copies(
+    graph: Graph, repeats: Mapping[str, str], known: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], list[str]]:
+    """The text of each call by its name, and the names of outputs, where a copy counts as what it is a copy of; and a
+    call that is not `known` as the one that it repeats."""
+    stands_for, texts = dict[fx.Node, str](), dict[str, str]()
+    name_of = lambda value: stands_for.get(value, info(value).name)  # noqa: E731
+    for node in graph.fx.nodes:
+        if node.op == "call_function":
+            name = info(node).name
+            text = f"{node.target} {fx.map_arg((node.args, node.kwargs), lambda value: f'%{name_of(value)}')}"
+            if node.target in HOST_COPIES:
+                stands_for[node] = name_of(operands(node)[0])
+            elif known is not None and name not in known and text in repeats:
+                stands_for[node] = repeats[text]
+            else:
+                texts[name] = text
+    return texts, [name_of(value) for value in graph.output_values]
+
+
 def peak_within_bound(before: Graph, after: Graph) -> list[str]:
     """Kernels may hold at most 1/1024 more at the peak than the calls that they replace."""
     was, now = memory(before).peak, memory(after).peak
@@ -351,6 +380,8 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "late_gradients": (no_axis_twice, outputs_as_asked, groups_agree),
     "bucket": (no_axis_twice, outputs_as_asked, buckets_match),
     "prefetch": (no_axis_twice, outputs_as_asked, buckets_match),
+    "offload": (no_axis_twice, outputs_as_asked, buckets_match),
+    "offload_states": (no_axis_twice, outputs_as_asked, buckets_match),
     "online_softmax": (no_axis_twice, outputs_as_asked),
 }
 
@@ -364,4 +395,6 @@ PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "pick_columns": (same_interface, collectives_in_order),
     "merge_updates": (same_interface, collectives_in_order),
     "fuse": (same_interface, collectives_in_order, peak_within_bound),
+    "offload": (same_interface, same_but_for_copies, collectives_in_order),
+    "offload_states": (same_interface, same_but_for_copies, collectives_in_order),
 }

@@ -29,6 +29,7 @@ from shardc.plan.context import Context
 from shardc.plan.experts import Experts
 from shardc.plan.fuse import Fusing, says_something
 from shardc.plan.hardware import HardwareChoice
+from shardc.plan.offload import Offloading
 from shardc.plan.overlap import Overlapping
 from shardc.plan.packaged import PREFIX, plan_path
 from shardc.plan.pipeline import Pipelining
@@ -89,6 +90,7 @@ class Plan(BaseModel):
     outputs: Annotations = {}
     storage: Storage = Storage()
     recompute: Recomputing = Recomputing()
+    offload: Offloading = Offloading()
     hardware: HardwareChoice = HardwareChoice()
     align: Flag = True
     overlap: Overlapping = Overlapping()
@@ -120,6 +122,7 @@ class Plan(BaseModel):
         outputs: Mapping[str, object] | None = None,
         storage: Mapping[str, object] | None = None,
         recompute: str | Mapping[str, object] | None = None,
+        offload: str | bool | Mapping[str, object] | None = None,
         hardware: str | Mapping[str, object] | Hardware | None = None,
         align: bool | None = None,
         overlap: bool | Mapping[str, object] | None = None,
@@ -148,7 +151,7 @@ class Plan(BaseModel):
         values |= {"context": context, "hardware": hardware, "align": align, "bucket": bucket, "accumulate": accumulate}
         values |= {"data": data, "precision": precision, "nonfinite": nonfinite, "loss": loss, "pad": pad}
         values |= {"clip_grad_norm": clip_grad_norm, "strict": strict, "seed": seed, "symbols": symbols}
-        values |= {"overlap": overlap}
+        values |= {"overlap": overlap, "offload": offload}
         # What is not said must not count as said when the plan is merged over another.
         return cls.from_dict({**written_maps, **{key: value for key, value in values.items() if value is not None}})
 
@@ -279,6 +282,8 @@ class Plan(BaseModel):
             data["storage"] = storage
         if self.recompute.mode != "none":
             data["recompute"] = self.recompute.dumped()
+        if (said := self.offload.dumped()) is not None:
+            data["offload"] = said
         if self.hardware.value != HardwareChoice().value:
             data["hardware"] = self.hardware.dumped()
         if not self.align:

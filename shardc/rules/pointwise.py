@@ -21,6 +21,7 @@ from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.adamw import ADAMW
 from shardc.ir.ops.assumed import after, assume
 from shardc.ir.ops.check_index import check_index
+from shardc.ir.ops.host_copies import BEGINS, ENDS
 from shardc.rules.notation import Dims, Notation
 from shardc.rules.registry import Example, example, rule
 
@@ -62,7 +63,8 @@ LINEAR = (
 )
 pointwise([getattr(aten, name).default for name in SMOOTH_AND_STEPS.split()], UNARY)
 pointwise([getattr(aten, name).default for name in LINEAR.split()], UNARY, linear="joint")
-pointwise(ACCUMULATE, UNARY, linear="joint")
+pointwise([ACCUMULATE, *BEGINS], UNARY, linear="joint")
+pointwise(ENDS, [((4, 6), (4, 6))], linear="joint")
 pointwise(check_index, [example((4, 6), 8, ints={"index": 8})])
 pointwise(assume, [example((), ints={"holds": lambda shape: torch.ones(list(shape), dtype=torch.bool)})])
 pointwise(after, [example((), (), bools=("checked",)), example((4, 6), (), bools=("checked",))], linear=(0,))

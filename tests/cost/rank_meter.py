@@ -20,9 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kernels_triton.base.library import kernel_for
 from shardc.ir.arena import planned
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.group_axes import axes_used
+from shardc.ir.ops.host_copies import BEGIN_OFFLOAD
 from shardc.runtime.execute import prepared_collective
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.body_code import BodyCode
@@ -32,11 +34,13 @@ from shardc.runtime.execute.prepared_code import CodeLine, _arrived_in, _wait_in
 from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
 
 CPU = torch.device("cpu")
+TO_HOST = kernel_for(BEGIN_OFFLOAD, CPU)
 Key = tuple[str, int]  # what a line does (run, begin, wait), and the number of its call
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of the storages that ops have made and that are still there, whoever holds them."""
+    """Bytes of the storages that ops have made and that are still there, whoever holds them; apart, of those that stand
+    for memory of the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,11 +48,15 @@ class Allocated(TorchDispatchMode):
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
         self.within = False
+        self.on_host: set[int] = set()
+        self.most_on_host = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor) and (at := value.untyped_storage().data_ptr()) and at not in self.given:
+                if at not in self.alive or self.alive[at][0].expired():
+                    self.on_host.discard(at)  # of memory that was there before
                 self.alive[at] = (StorageWeakRef(value.untyped_storage()), value.untyped_storage().nbytes())
         if self.within:
             self.look()
@@ -61,7 +69,9 @@ class Allocated(TorchDispatchMode):
     @property
     def bytes(self) -> int:
         self.alive = {at: (ref, size) for at, (ref, size) in self.alive.items() if not ref.expired()}
-        return sum(size for _, size in self.alive.values())
+        self.on_host &= self.alive.keys()
+        self.most_on_host = max(self.most_on_host, sum(self.alive[at][1] for at in self.on_host))
+        return sum(size for at, (_, size) in self.alive.items() if at not in self.on_host)
 
 
 @contextmanager
@@ -93,6 +103,8 @@ def metered(code: list[CodeLine], meter: Allocated, note: Callable[[Key, int], N
             meter.most, meter.within = meter.bytes if key[0] == "wait" else 0, key[0] == "wait"
             result = call(*args, **kwargs)
             meter.within = False
+            if call is TO_HOST:
+                meter.on_host.add(result.untyped_storage().data_ptr())
             note(key, meter.look())
             return result
 
@@ -107,8 +119,9 @@ def metered(code: list[CodeLine], meter: Allocated, note: Callable[[Key, int], N
     return found
 
 
-def held_by_a_rank(body: Graph, *, placed: bool) -> dict[Key, int]:
-    """Bytes beside the rank's inputs while each line runs. Of several microbatches, in the last."""
+def held_by_a_rank(body: Graph, *, placed: bool) -> tuple[dict[Key, int], int]:
+    """Bytes beside the rank's inputs while each line runs, of several microbatches in the last; and the most on the
+    host."""
     inputs = {
         port.name: torch.ones(type_of(n).local_shape(body.mesh), dtype=type_of(n).dtype)
         for port, n in zip(body.inputs, body.placeholders, strict=True)
@@ -131,4 +144,4 @@ def held_by_a_rank(body: Graph, *, placed: bool) -> dict[Key, int]:
         executor._later_microbatches = metered(executor._later_microbatches, meter, note)
         executor._once_per_step = metered(executor._once_per_step, meter, note)
         executor.run(inputs, feeds)
-    return held
+    return held, meter.most_on_host

@@ -66,7 +66,7 @@ def modelled(case: str) -> Graph:
 def check(body: Graph) -> None:
     """With an arena and without: in the report's order, as much as it says, and the same peak."""
     for placed in (False, True):
-        real = held_by_a_rank(body, placed=placed)
+        real, on_host = held_by_a_rank(body, placed=placed)
         report = memory(body, arena=placed, overlap=True)
         said: dict[Key, int] = {
             (action.kind, action.at): size for action, size in zip(report.actions, report.timeline, strict=True)
@@ -76,6 +76,7 @@ def check(body: Graph) -> None:
         assert absent <= {"run", "free"}, "of calls that are views, or made before the step; of frees after a call"
         differ = [(key, said[key] - size) for key, size in real.items() if size != said[key]]
         assert not differ, f"{len(differ)} of {len(real)}: {differ}"
+        assert on_host == report.host.most - report.host.stored
         assert max(real.values()) == max(report.timeline) == report.peak - report.stored
 
 

@@ -115,14 +115,14 @@ def test_no_bit_changes(case: str) -> None:
 
 def results_of(program: shardc.Program) -> list[Tensor]:
     tokens = torch.randint(0, SMALL.vocabulary, (4, SMALL.sequence), generator=torch.Generator().manual_seed(1))
-    return _flat(simulate(program.body, program.inputs({"tokens": tokens, "targets": tokens.roll(-1, 1)})))
+    return flat(simulate(program.body, program.inputs({"tokens": tokens, "targets": tokens.roll(-1, 1)})))
 
 
-def _flat(value: Any) -> list[Tensor]:
+def flat(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, Mapping) else value
-    return [leaf for item in items for leaf in _flat(item)]
+    return [leaf for item in items for leaf in flat(item)]
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -50,6 +50,8 @@ from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
+from shardc.passes.memory.offload import Offload
+from shardc.passes.memory.offload_states import OffloadStates
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.merge_updates import MergeUpdates
 from shardc.passes.normalize.group_experts import GroupExperts
@@ -149,6 +151,8 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "pick_columns": PickColumns,
     "merge_updates": MergeUpdates,
     "fuse": Fuse,
+    "offload": Offload,
+    "offload_states": OffloadStates,
 }
 
 

@@ -28,10 +28,11 @@ FLOORS: list[dict[str, str]] = [
             ops.attention_rows ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets
             ops.carried_states ops.channel_sums ops.check_index ops.collectives ops.columns ops.context
             ops.cpu_attention ops.ctc ops.cumulative ops.cumulative_extremes ops.exchange ops.expert_capacity
-            ops.experts ops.extreme ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.kernels
-            ops.linear ops.local ops.mirror ops.pick ops.scaled ops.scan ops.scan_body ops.scan_parts ops.scan_steps
-            ops.shift ops.softmax ops.squares ops.step_runs ops.streams ops.take ops.windows overlap overlap_schedule
-            parse placement plain program provenance python schema slowdowns storages text trees types verify version
+            ops.experts ops.extreme ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo
+            ops.host_copies ops.kernels ops.linear ops.local ops.mirror ops.pick ops.scaled ops.scan ops.scan_body
+            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.step_runs ops.streams ops.take
+            ops.windows overlap overlap_schedule parse placement plain program provenance python schema slowdowns
+            storages text trees types verify version
         """,
     },
     {
@@ -85,8 +86,8 @@ FLOORS: list[dict[str, str]] = [
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
         """,
         "shardc.plan": """
-            __init__ clipping context experts fuse hardware hugging_face overlap packaged pipeline schema symbols
-            values
+            __init__ clipping context experts fuse hardware hugging_face offload overlap packaged pipeline schema
+            symbols values
         """,
     },
     {
@@ -106,17 +107,17 @@ FLOORS: list[dict[str, str]] = [
             fusion.lowering.concat_slice fusion.lowering.functions fusion.lowering.group_norms fusion.lowering.integers
             fusion.lowering.lower_op fusion.lowering.lowered_op fusion.lowering.lowering_cache fusion.lowering.padding
             fusion.lowering.quotients fusion.lowering.reductions fusion.lowering.softmaxes fusion.lowering.special
-            fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types memory memory.recompute
-            memory.recompute_choice memory.recompute_liveness memory.rerun_cost merge_updates normalize
-            normalize.affine_positions normalize.decompositions normalize.decompositions.batch_norm
-            normalize.decompositions.canonical normalize.decompositions.cross_entropy
-            normalize.decompositions.embedding_bag normalize.decompositions.indexing normalize.decompositions.losses
-            normalize.decompositions.masked_scatter normalize.decompositions.matmul normalize.decompositions.reductions
-            normalize.decompositions.table normalize.decompositions.weight_norm normalize.dropped_rows
-            normalize.group_experts normalize.imply_masks normalize.limit_experts normalize.mask_positions
-            normalize.normalize normalize.quantize pick_columns scan_parts sharding sharding.assign
-            sharding.atom_classes sharding.atomize sharding.balance sharding.casts sharding.chunked_rows
-            sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks
+            fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types memory memory.copy_schedule
+            memory.offload memory.offload_states memory.recompute memory.recompute_choice memory.recompute_liveness
+            memory.rerun_cost merge_updates normalize normalize.affine_positions normalize.decompositions
+            normalize.decompositions.batch_norm normalize.decompositions.canonical
+            normalize.decompositions.cross_entropy normalize.decompositions.embedding_bag
+            normalize.decompositions.indexing normalize.decompositions.losses normalize.decompositions.masked_scatter
+            normalize.decompositions.matmul normalize.decompositions.reductions normalize.decompositions.table
+            normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts normalize.imply_masks
+            normalize.limit_experts normalize.mask_positions normalize.normalize normalize.quantize pick_columns
+            scan_parts sharding sharding.assign sharding.atom_classes sharding.atomize sharding.balance sharding.casts
+            sharding.chunked_rows sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks
             sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize
             sharding.lower_reshards sharding.named_rows sharding.pool_taps sharding.prefixes sharding.propagate
             sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps

@@ -12,7 +12,7 @@ it. Kept are in any case inputs, outputs, and what passes from one segment to an
     selective   products with weights are kept, cheap calls run again: pointwise, norms, softmax, dropout, and
                 attention where recomputing it is bound by memory, not arithmetic
     budget      what takes the least time to run again, by the hardware's account (`rerun_cost`), and brings the peak of
-                live activations under so many bytes a rank
+                live activations under so many bytes a rank; what `offload` moves to the host counts as it does there
 
 A collective runs again only under `collectives`, and so does attention in a ring, which passes keys on. But where
 backward gathers the same value anyway (ZeRO-3's weights, sequence parallelism), that gather serves both. In all modes a
@@ -21,7 +21,7 @@ minimum cut says which values are kept.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -52,6 +52,7 @@ from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.provenance import Derivation
 from shardc.ir.schema import schema_of
 from shardc.passes.base import Pass
+from shardc.passes.memory.offload import Offload, made_of_weights, read_last, second_layer
 from shardc.passes.memory.recompute_choice import Call, Choice, Storage, Tradeoff, fewest_bytes, within
 from shardc.passes.memory.recompute_liveness import Step, activation_bytes, is_view, kept_anyway, live_bytes, owners
 from shardc.passes.memory.rerun_cost import attention_is_light, rerun_cost
@@ -63,19 +64,22 @@ ATTENTION = {"bmm", "shardc.sdpa", "shardc.sdpa_keys"}  # products of activation
 
 @dataclass(frozen=True)
 class Recompute(Pass):
-    """Trade arithmetic for memory. `budget` is in bytes a rank, for the `halves` that are under way at once."""
+    """Trade arithmetic for memory. `budget` is in bytes a rank, for the `halves` that are under way at once. `offload`
+    will move up to so many bytes of activations to the host."""
 
     mode: Mode = "none"
     budget: int = 0
     collectives: bool = False
     hardware: Hardware = DEFAULT
     halves: int = 1
+    offload: Offload = field(default_factory=Offload)
 
     def run(self, graph: Graph) -> Graph:
         if self.mode == "none":
             return graph
         forward = _Forward(graph)
-        segments = [self._tradeoff(forward, name) for name in forward.segments]
+        moved = self._moved(forward) if self.mode == "budget" else set[fx.Node]()
+        segments = [self._tradeoff(forward, name, moved) for name in forward.segments]
         tradeoffs = [t for t, _ in segments]
 
         def dropped(choices: Sequence[Choice]) -> set[fx.Node]:
@@ -87,7 +91,7 @@ class Recompute(Pass):
 
         if self.mode == "budget":
             each = self.budget // self.halves
-            selected, peak = within(tradeoffs, each, lambda choices: forward.peak(dropped(choices)))
+            selected, peak = within(tradeoffs, each, lambda choices: forward.peak(dropped(choices), moved))
             if peak > each:
                 graph.diagnostics.append(self._too_much(peak * self.halves))
         else:
@@ -108,8 +112,14 @@ class Recompute(Pass):
         if activations > self.budget:
             body.diagnostics.append(self._too_much(activations))
 
-    def _tradeoff(self, forward: _Forward, segment: str) -> tuple[Tradeoff, list[fx.Node]]:
-        """The tradeoff of a segment, and the values for which its storages were allocated."""
+    def _moved(self, forward: _Forward) -> set[fx.Node]:
+        """The storages that will lie on the host if they are kept."""
+        most = self.offload.activations
+        return forward.movable(self.offload.least, most if most == "all" else most // self.halves)
+
+    def _tradeoff(self, forward: _Forward, segment: str, moved: set[fx.Node]) -> tuple[Tradeoff, list[fx.Node]]:
+        """The tradeoff of a segment, and the values for which its storages were allocated. What is `moved` is kept for
+        nothing."""
         calls = [c for c in forward.segments[segment] if not is_view(c.target)]
         call_results = [[v for v in results(c) if v is not None and v not in forward.given] for c in calls]
         storage_values = [v for values in call_results for v in values]
@@ -121,7 +131,8 @@ class Recompute(Pass):
                 Call(self._price(forward, call, segment), tuple(reads), tuple(position[v] for v in values))
             )
         mesh = forward.graph.mesh
-        storages = tuple(Storage(type_of(v).local_bytes(mesh), v in forward.needed) for v in storage_values)
+        sizes = [0 if v in moved else type_of(v).local_bytes(mesh) for v in storage_values]
+        storages = tuple(Storage(n, v in forward.needed) for n, v in zip(sizes, storage_values, strict=True))
         return Tradeoff(tuple(priced_calls), storages), storage_values
 
     def _price(self, forward: _Forward, call: fx.Node, segment: str) -> int | None:
@@ -227,19 +238,41 @@ class _Forward:
                     todo.append(source)
         return missing
 
-    def peak(self, dropped: set[fx.Node]) -> int:
-        """The peak of live activation bytes if these storages are not kept for backward."""
+    def movable(self, least: int, most: int | Literal["all"]) -> set[fx.Node]:
+        """The storages that `offload` moves to the host if all are kept."""
+        weights = made_of_weights(self.graph)
+        backward = [i for i, call in enumerate(self.calls) if not is_forward(call) and call not in weights]
+        if not backward or most == 0:
+            return set()
+        read: dict[fx.Node, int] = {}
+        for index in backward:
+            for value in operands(self.calls[index]):
+                read.setdefault(self.owner[value], index)
+        second = second_layer(self.calls, backward)
+        late = {v: index for v, index in read.items() if index >= second and v not in weights}
+        fitting = {v: self.sizes[v] for v in late if self.sizes.get(v, 0) >= least and info(v).phase == "fwd"}
+        return read_last({v: (late[v], size) for v, size in fitting.items() if v not in self.twins}, most)
+
+    def peak(self, dropped: set[fx.Node], moved: Collection[fx.Node] = ()) -> int:
+        """The peak of live activation bytes if these storages are not kept for backward, and those lie on the host."""
+        on_host = {*moved} - dropped
+        again, waiting = dropped | on_host, {*on_host}
 
         def keys(values: Iterable[fx.Node | None], late: bool) -> list[Hashable]:
-            return [self._key(self.owner[v], late and self.owner[v] in dropped) for v in values if v is not None]
+            return [self._key(self.owner[v], late and self.owner[v] in again) for v in values if v is not None]
 
         def step(call: fx.Node, late: bool) -> Step:
             return Step(keys(operands(call), late), keys(results(call), late))
 
         steps: list[Step] = []
         for first, call in self.schedule(dropped):
+            late = not is_forward(call)
+            if late and waiting:
+                back = {self.owner[v] for each in (*first, call) for v in operands(each)} & waiting
+                steps += [Step((), [(storage, "again")]) for storage in back]
+                waiting -= back
             steps += [step(self.twins.get(recomputed, recomputed), True) for recomputed in first]
-            steps.append(step(call, not is_forward(call)))
+            steps.append(step(call, late))
         return max(live_bytes(steps, self.sizes), default=0)
 
     def _key(self, storage: fx.Node, recomputed: bool) -> Hashable:

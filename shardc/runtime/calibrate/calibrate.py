@@ -151,11 +151,13 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
     told["accelerators_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if machine["device"] == "cpu":
         told["unaligned_slowdown"] = 1
+        told["host_bytes_per_second"] = told.get("memory_bytes_per_second", Hardware().host_bytes_per_second) / 2
     sources = dict.fromkeys(told, "measured") | {
         "peak_flops_per_second": "of MFU: the best rate that was measured",
         "network_bytes_per_second": "not measured: as inside the node",
         "fp8_flops_per_second": "not measured: as bfloat16",
         "accelerators_per_node": "the ranks of this host that were measured",
+        "host_bytes_per_second": "not measured: a copy reads and writes memory",
         "unaligned_slowdown": "a CPU's products have no rows to align",
         "products": "fitted, with the samples that were measured",
         "attention": "fitted: start, rate and waste on the diagonal",

@@ -55,6 +55,14 @@ class Engine(Protocol):
         whole batches."""
         ...
 
+    def placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A held tensor where it lies between steps: on the device, or in pinned memory of the host."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what steps copy to the host is there: before it is read or written here."""
+        ...
+
     def holds(self, name: str) -> bool:
         """Whether this rank has a parameter, a buffer or state: a stage of a pipeline has its own alone."""
         ...
@@ -133,6 +141,12 @@ class Simulation:
 
     def brings(self, parts: DataParts) -> RankPart | None:
         return None
+
+    def placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def settle(self) -> None:
+        pass
 
     def holds(self, name: str) -> bool:
         return True

@@ -145,6 +145,7 @@ class Job:
         program, mesh, member = self.program, self.body.mesh, self.member
         self.shards = Shards(mesh, self.i, self.device, self.comm, self.monitor.blame)
         self.homes: Mapping[str, Sequence[int]] = _homes(program)
+        self.on_host = program.states_on_host
         places = [program.coordinates(rank) for rank in range(member.world)]
         self.peers = Peers(mesh, self.device, lambda x: member.gather(x, self.monitor.blame), places, self.homes)
         self._read = {port.name for graph in _graphs_of(program, self.c) for port in graph.inputs}
@@ -157,6 +158,15 @@ class Job:
         self._types |= parts.types
         coordinates = [parts.index(member) for _, member in self.peers.places]
         return RankPart(parts, coordinates[self.rank], coordinates, self.peers)
+
+    def placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in self.on_host or not self.member.on_gpu:
+            return tensor
+        return tensor if tensor.is_pinned() else tensor.to("cpu").pin_memory()
+
+    def settle(self) -> None:
+        if self.on_host and self.member.on_gpu:
+            torch.cuda.synchronize(self.device)
 
     def holds(self, name: str) -> bool:
         return self.c in self.homes[name]

@@ -162,6 +162,7 @@ class Shards:
         return shard(whole.detach(), type, self.mesh, self.rank).to(self.device)
 
     def whole(self, tensor: torch.Tensor, type: TensorType) -> torch.Tensor:
+        tensor = tensor.to(self.device)  # of what lies on the host, a copy
         if not type.axes and not type.partial:
             return tensor
         try:

@@ -104,7 +104,7 @@ class Trainer:
         start.check([port for port, _ in kept if port.name not in known], self._model_state.unsaved)
         self._corners: Tensors = {}  # of the whole tensors that this rank holds shards of
         self.state = {
-            n: held if (held := known.get(n)) is not None else self._loaded(port, type, start)
+            n: engine.placed(n, held if (held := known.get(n)) is not None else self._loaded(port, type, start))
             for n, (port, type) in self._kept.items()
             if engine.holds(n)
         }
@@ -460,7 +460,8 @@ class Trainer:
 
     @property
     def held(self) -> Mapping[str, tuple[Port, TensorType]]:
-        """The ports and types of what it holds: parameters, buffers, state."""
+        """The ports and types of what it holds: parameters, buffers, state. What lies on the host is up to date."""
+        self.engine.settle()
         return self._kept
 
     @property
@@ -516,6 +517,7 @@ class Trainer:
 
     def _fetch(self, name: str) -> torch.Tensor:
         """A whole tensor, and a copy, whatever the layout: the next step writes over what is held."""
+        self.engine.settle()
         tensor = self.state.get(name)
         whole = self.engine.fetch(name, tensor, self._kept[name][1])
         return whole.clone() if whole is tensor else whole
@@ -625,6 +627,7 @@ class Trainer:
 
     def _held(self, *roles: str) -> dict[str, Held]:
         """What is saved. A buffer that the model's state_dict does not hold is state, if a step changes it."""
+        self.engine.settle()
         held: dict[str, Held] = {}
         for name, (port, type) in self._kept.items():
             role = port.role
@@ -640,6 +643,7 @@ class Trainer:
         """Compare state and batch with the other ranks', where they share them."""
         if self.engine.peers is None:
             return
+        self.engine.settle()
         ports = [(port, type) for port, type in self._inputs.values() if port.role not in GIVEN]
         items = [Item(port.name, port.role, type, state.get(port.name)) for port, type in ports]
         items.append(Item("step", "seed", TensorType.plain(torch.int64, ()), torch.tensor(self.steps)))
