@@ -211,6 +211,38 @@ def test_hard_models_change_no_bit(case: str) -> None:
         assert torch.equal(one, other)
 
 
+class Attends(nn.Module):
+    """Backward has views of its own of what forward leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tok(x)
+        for layer in self.layers:
+            h = layer(h)
+        return nn.functional.cross_entropy((h @ self.tok.weight.t()).flatten(0, 1), x.flatten())
+
+
+def test_views_that_backward_makes_view_what_came_back() -> None:
+    plan = {"mesh": "dp=2", "inputs": {"x": "dp"}, "fuse": True, "accumulate": 2, "bucket": True}
+    results: list[list[Tensor]] = []
+    for said in (ALL, "none"):
+        torch.manual_seed(0)
+        model, batch = Attends().double(), {"x": torch.arange(40).view(8, 5) % 12}
+        adam = torch.optim.Adam(model.parameters())
+        program = shardc.compile(model, batch, plan={**plan, "offload": said}, optimizer=adam)
+        results.append(flat(simulate(program.body, program.inputs(batch))))
+        if said == ALL:
+            assert moved(program.body)
+            assert all(call.users for call in program.body.calls_of(torch.ops.aten.transpose.int)), "none is left over"
+            check(program.body)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_must_stay_stays() -> None:
     program, _ = hard("one rank", offload="all")
     body, of = program.body, storages(program.body)
