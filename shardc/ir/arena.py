@@ -35,6 +35,7 @@ from shardc.ir.in_place import writes
 from shardc.ir.microbatch import before_microbatches, calls_as_run, in_microbatch
 from shardc.ir.ops.accumulate import SUMS
 from shardc.ir.ops.buckets import PACK
+from shardc.ir.ops.host_copies import ENDS
 from shardc.ir.schema import schema_of
 from shardc.ir.storages import Storage, storages, yields
 
@@ -151,7 +152,8 @@ def _read_until(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage
             until = max(index_of[call], min(readers, default=len(calls)))
         for value in operands(call):
             ends = [read_until.get(value, until), until]
-            if views(call) or any(of[y] is of[value] for y in result_values):
+            copied = call.target in ENDS and value is not operands(call)[0]  # nothing views what was copied
+            if (views(call) and not copied) or any(of[y] is of[value] for y in result_values):
                 ends += [read_until.get(y, until) for y in result_values]
             read_until[value] = None if None in ends else max(end for end in ends if end is not None)
     return read_until

@@ -36,8 +36,9 @@ def worker(case: str) -> ModuleType:
     [
         "dp2, padded, frozen",
         "dp2 halves",
+        "dp2 host, padded, frozen",
         *(pytest.param(case, marks=pytest.mark.long) for case in ("dp2", "dp2, padded", "pp2 dp2, padded")),
-        pytest.param("pp2 dp2, frozen", marks=pytest.mark.long),
+        *(pytest.param(case, marks=pytest.mark.long) for case in ("pp2 dp2, frozen", "pp2 dp2 host, frozen")),
     ],
 )
 def test_a_job_makes_the_steps_of_its_simulation(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 import shardc
 from shardc.cli.summary import offloaded
 from shardc.cost.memory import memory
+from shardc.ir.arena import planned
 from shardc.ir.collectives import human_bytes
 from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.microbatch import calls_as_run
 from shardc.ir.ops.host_copies import BEGIN_FETCH, BEGIN_OFFLOAD, END_FETCH, END_OFFLOAD, HOST_COPIES, on_host
 from shardc.ir.parse import parse
 from shardc.ir.storages import storages
@@ -86,6 +88,7 @@ def test_each_copy_ends_once_and_what_it_reads_stays_until_then() -> None:
     for call in (call for call in order if call.target in ends):
         (end,) = (user for user in call.users if user.target is ends[call.target])
         assert operands(end) == [call, operands(call)[0]]
+        assert set(call.users) == {end}, "nothing reads a copy that is under way"
         assert order[call] < order[end]
         assert of[call] is of[end] is not of[operands(call)[0]]
         assert on_host(call) == on_host(end) == (call.target is BEGIN_OFFLOAD)
@@ -94,6 +97,18 @@ def test_each_copy_ends_once_and_what_it_reads_stays_until_then() -> None:
             late = [u for u in operands(call)[0].users if u in order and info(u).phase != "fwd"]
             assert not late, "backward reads what came back"
             assert [info(c).phase for c in (call, end, fetch)] == ["fwd", "fwd", "bwd"]
+
+
+def test_memory_that_is_planned_beforehand_is_free_meanwhile_too() -> None:
+    """In the arena, what was copied has its place until the copy has ended, and what comes back another."""
+    body = replanned(base("fuse"), offload=ALL).body
+    order = {call: index for index, call in enumerate(calls_as_run(body))}
+    slots = planned(body, most=2**30).values
+    copied = {operands(call)[1]: order[call] for call in body.calls_of(END_OFFLOAD)}
+    placed = {x: slots[x] for x in copied if x in slots}
+    assert placed
+    for x, slot in placed.items():
+        assert copied[x] <= slot.dies < min(order[call] for call in body.calls_of(END_FETCH))
 
 
 @pytest.mark.parametrize("budget", [0, 100, 5_000, 12_000])
@@ -193,6 +208,38 @@ def test_hard_models_change_no_bit(case: str) -> None:
     moved_results, results = (flat(simulate(p.body, p.inputs(batch))) for p in (program, plain))
     assert len(results) > 3
     for one, other in zip(moved_results, results, strict=True):
+        assert torch.equal(one, other)
+
+
+class Attends(nn.Module):
+    """Backward has views of its own of what forward leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tok(x)
+        for layer in self.layers:
+            h = layer(h)
+        return nn.functional.cross_entropy((h @ self.tok.weight.t()).flatten(0, 1), x.flatten())
+
+
+def test_views_that_backward_makes_view_what_came_back() -> None:
+    plan = {"mesh": "dp=2", "inputs": {"x": "dp"}, "fuse": True, "accumulate": 2, "bucket": True}
+    results: list[list[Tensor]] = []
+    for said in (ALL, "none"):
+        torch.manual_seed(0)
+        model, batch = Attends().double(), {"x": torch.arange(40).view(8, 5) % 12}
+        adam = torch.optim.Adam(model.parameters())
+        program = shardc.compile(model, batch, plan={**plan, "offload": said}, optimizer=adam)
+        results.append(flat(simulate(program.body, program.inputs(batch))))
+        if said == ALL:
+            assert moved(program.body)
+            assert all(call.users for call in program.body.calls_of(torch.ops.aten.transpose.int)), "none is left over"
+            check(program.body)
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 

@@ -19,7 +19,7 @@ from shardc.ir.collectives import human_bytes
 from shardc.ir.graph import Graph, info, operands
 from shardc.ir.group_axes import axes_used
 from shardc.ir.in_place import writes
-from shardc.ir.ops.host_copies import BEGIN_FETCH, BEGIN_OFFLOAD, BEGIN_OFFLOAD_INTO, on_host
+from shardc.ir.ops.host_copies import BEGIN_FETCH, BEGIN_OFFLOAD, BEGIN_OFFLOAD_INTO, END_FETCH, END_OFFLOAD, on_host
 from shardc.runtime.execute.body_code import BodyCode
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.process_groups import ProcessGroupCommunicator
@@ -75,6 +75,8 @@ def test_new_state_is_copied_over_the_old() -> None:
     for name in on_the_host(body):
         assert over[name].op is BEGIN_OFFLOAD_INTO
         assert over[name].value.target is BEGIN_OFFLOAD
+    for call in (*body.calls_of(BEGIN_FETCH), *body.calls_of(BEGIN_OFFLOAD)):
+        assert [user.target for user in call.users] in ([END_FETCH], [END_OFFLOAD]), "nothing reads what is under way"
     (late, *_) = [n for n in body.calls_of(BEGIN_FETCH) if operands(n)[0].op == "placeholder"]
     assert info(late).phase == "opt"
 

@@ -253,7 +253,8 @@ def _read_from(graph: Graph, saved: Saved, here: fx.Node, phase: Phase) -> list[
                 made.append(again)
         return new[value]
 
-    for value in sorted(saved.views, key=lambda value: info(value).name):
+    of_forward = [value for value in saved.views if info(value).phase == "fwd"]
+    for value in sorted(of_forward, key=lambda value: info(value).name):
         for user in list(value.users):
             if info(user).phase != "fwd" and user.target is not operator.getitem:
                 user.replace_input_with(value, renewed(value))
