@@ -17,7 +17,6 @@ from kernels_triton.ir.text import parse
 from kernels_triton.match.launcher import launcher
 from kernels_triton.match.match import match_template
 from kernels_triton.match.op import OPS, kernel_of
-from shardc.passes.fusion.fuse import fuse
 from tests.gpu.test_fusion import FLOOR, SLACK, compiled, run
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +26,7 @@ APART = 3e-2  # of a result's norm: bfloat16's roundings, of which generated ker
 
 def templates(name: str, precision: str = "bf16") -> list[Kernel]:
     """The distinct kernels of a model's graph that templates compute."""
-    body = fuse(compiled(name, {"precision": precision} if precision else {}, False).body)
+    body = compiled(name, {"fuse": True, **({"precision": precision} if precision else {})}, False).body
     kernels = (kernel_of(node.target, node.args) for node in body.calls() if node.target in OPS.values())
     return list(dict.fromkeys(kernel for kernel in kernels if kernel is not None))
 
@@ -37,7 +36,7 @@ def test_gradients_are_as_near_as_unfused_ones(name: str) -> None:
     single = compiled(name, {}, False)
     exact = run(single.body, single)
     program = compiled(name, {"precision": "bf16"}, False)
-    fused = fuse(program.body)
+    fused = compiled(name, {"precision": "bf16", "fuse": True}, False).body
     assert any(node.target in OPS.values() for node in fused.calls())
     plain, ours = run(program.body, program), run(fused, program)
     largest = max(want.norm() for key, want in exact.items() if key.startswith("grad"))
