@@ -295,7 +295,7 @@ def test_copies_back_begin_as_late_as_they_may() -> None:
 
 
 def test_a_plan_that_moves_nothing_is_told_so() -> None:
-    for said in ("all", {"activations": 10, "least": 1}, {"activations": "1 GiB"}):
+    for said in ({"activations": "all"}, {"activations": 10, "least": 1}, {"activations": "1 GiB"}):
         (note,) = replanned(base(), offload=said).diagnostics
         assert note.code == "SC234"
         assert note.hint is not None
