@@ -72,13 +72,13 @@ class Plan(BaseModel):
     in `total`; over it, compiling fails. `accumulate` splits a step's batch into so many microbatches, and its loss is
     their mean, unless `loss` weights them by tokens. Under `pad` a smaller batch is padded to a shape compiled for.
     `hardware` is the machine that passes weigh their choices for. `bucket` is up to how many bytes of collectives
-    travel as one: by default, and if true, what the hardware says, 25 MiB; if false, each travels alone. `align: false`
-    leaves 16-bit products of odd sizes as they are; else they are padded where that is faster. `overlap: false` leaves
-    calls in the order of autograd; else compute moves behind collectives. `data` says what ranks are given of a step's
-    batch: all of it, or `per_rank` the part of their data coordinate. `nonfinite` says what becomes of a step with a
-    gradient that is no number: by default float16 skips it, and all else does not look. Under `strict` whatever could
-    not be honoured is an error. `symbols` names the extents of a batch that need not be fixed: see
-    shardc/plan/symbols.py.
+    travel as one: by default, and if true, what the hardware says, 25 MiB; if false, and by default of a plan with
+    `symbols`, each travels alone. `align: false` leaves 16-bit products of odd sizes as they are; else they are padded
+    where that is faster. `overlap: false` leaves calls in the order of autograd; else compute moves behind collectives.
+    `data` says what ranks are given of a step's batch: all of it, or `per_rank` the part of their data coordinate.
+    `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips it, and all else
+    does not look. Under `strict` whatever could not be honoured is an error. `symbols` names the extents of a batch that
+    need not be fixed: see shardc/plan/symbols.py.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -251,7 +251,10 @@ class Plan(BaseModel):
 
     @property
     def bucket_bytes(self) -> int:
-        """The most bytes of collectives that are coalesced into one."""
+        """The most bytes of collectives that are coalesced into one. Unless `bucket` is said, none are of a plan with
+        `symbols`: how full a bucket is depends on sizes, and costs would have no formulas."""
+        if self.symbols and "bucket" not in self.model_fields_set:
+            return 0
         return self.hardware.value.bucket_bytes if self.bucket.size is None else self.bucket.size
 
     def over_budget(self, spent: Mapping[str, int], mesh: Mesh) -> tuple[Diagnostic, ...]:
@@ -290,7 +293,7 @@ class Plan(BaseModel):
             data["align"] = False
         if (said := self.overlap.dumped()) is not None:
             data["overlap"] = said
-        if self.bucket.size is not None:
+        if self.bucket.size is not None or (self.symbols and self.bucket_bytes):
             data["bucket"] = self.bucket.dumped()
         if self.fuse.enabled:
             data["fuse"] = self.fuse.dumped()

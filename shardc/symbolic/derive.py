@@ -17,7 +17,7 @@ from shardc.symbolic.expression import Expression, Fitter, Point
 from shardc.symbolic.formulas import Domain, Formulas, Transfer, Work
 from shardc.symbolic.layers import Layers, candidates, pruned
 from shardc.symbolic.measure import Frame, Numbers, measured
-from shardc.symbolic.samples import UNKNOWN, Samples, allowed_sizes, units_of
+from shardc.symbolic.samples import UNKNOWN, Samples, allowed_sizes, refuse_buckets, units_of
 from shardc.symbolic.template import generalised
 
 Ranges = Mapping[str, tuple[int, int]]
@@ -30,6 +30,7 @@ def formulas_of(request: Request, body: Graph, ranges: Ranges | None = None) -> 
     numbers. Raises ShardcError: SC208 for symbols that the batch does not have, SC232 where an extent is fixed, with
     the line that fixes it; and what `compile` raises at another size."""
     samples = Samples.of(request)
+    refuse_buckets(request)
     if why := samples.guards.unknown(UNKNOWN, "take the numbers of a compile for each size"):
         raise ShardcError(why)
     tried = samples.ranges(ranges)

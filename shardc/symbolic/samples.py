@@ -31,6 +31,14 @@ Dims = tuple[tuple[str, int], ...]
 UNKNOWN = "no size is known to be like another"
 
 
+def refuse_buckets(request: Request) -> None:
+    """Raises ShardcError (SC232) where collectives travel in buckets: their padding and their number follow from sizes
+    by no formula."""
+    if collect_plan(request.model, request.plan).bucket_bytes:
+        hint = "leave 'bucket' out of the plan: with symbols, collectives then travel alone"
+        raise error("SC232", "collectives that travel in buckets have no formulas", hint=hint)
+
+
 @dataclass(frozen=True)
 class Samples:
     """The extents of a request, by name with the dims that have them; what was compiled at which point is kept."""

@@ -31,7 +31,7 @@ from shardc.symbolic.expression import Expression, Fitter, Point
 from shardc.symbolic.formulas import Domain
 from shardc.symbolic.layers import Layers
 from shardc.symbolic.measure import shards_of
-from shardc.symbolic.samples import UNKNOWN, Samples
+from shardc.symbolic.samples import UNKNOWN, Samples, refuse_buckets
 from shardc.symbolic.template import whole
 
 PHASES: tuple[Phase, ...] = ("fwd", "bwd", "opt")
@@ -117,6 +117,7 @@ def stage_formulas(request: Request, ranges: Mapping[str, tuple[int, int]] | Non
     """The formulas of a program with a pipeline. Raises ShardcError (SC232) where a line fixes an extent, and where
     stages differ between sizes in more than numbers."""
     samples = Samples.of(request, pipelined=True)
+    refuse_buckets(request)
     if why := samples.guards.unknown(UNKNOWN, "compile for each size"):
         raise ShardcError(why)
     points = _points(samples, ranges)

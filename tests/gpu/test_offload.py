@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,16 @@ def trained(
     plan = {"mesh": "dp=1", "precision": "bf16", "fuse": True, **plan}
     program = shardc.compile(model, batch, plan=plan, optimizer=adam)
     on_gpu = {name: x.cuda() for name, x in batch.items()}
+    gc.collect()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # products' workspaces of the runs before, one a stream
     with program.launch(device="cuda", timeout=60, graphs=graphs) as trainer:
         if load and path is not None:
             trainer.load(path)
         for _ in range(steps):
             trainer.step(on_gpu)
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() - before
         if path is not None and not load:
             trainer.save(path)
         moments = [x for name, x in trainer.state.items() if name.endswith((":exp_avg", ":exp_avg_sq"))]

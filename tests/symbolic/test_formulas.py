@@ -13,6 +13,8 @@ import torch
 
 import shardc
 from shardc import Program, ShardcError
+from shardc.ir.ops.buckets import PACK
+from shardc.plan.schema import Plan
 from shardc.symbolic.expression import Expression
 from shardc.symbolic.formulas import Formulas
 from shardc.symbolic.layers import Candidate, pruned
@@ -180,6 +182,24 @@ def test_text() -> None:
     assert "2*L + 1  all_reduce (sum)  128*B*S/dp" in text
     assert "dp | B" in text
     assert "L: layers of transformer.h, 2 or more" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "packs"), [({}, 0), ({"bucket": True}, 1), ({"bucket": "1MiB"}, 1), ({"bucket": False}, 0)]
+)
+def test_collectives_in_buckets_have_no_formulas(more: dict[str, Any], packs: int) -> None:
+    data = {"mesh": "dp=2", "inputs": {"input": "dp, -"}, "symbols": {"B": "input.0"}, **more}
+    model, x = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), torch.randn(4, 4)
+    program = shardc.compile(model, x, plan=data, loss=lambda y, _: y.square().sum())
+    assert len(program.body.calls_of(PACK)) == packs
+    plan = Plan.from_dict(data)
+    assert Plan.parse(plan.dump()).bucket_bytes == plan.bucket_bytes
+    if not packs:
+        assert program.symbolic().bytes
+        return
+    with pytest.raises(ShardcError, match="that travel in buckets have no formulas") as refused:
+        program.symbolic()
+    assert refused.value.code == "SC232"
 
 
 def test_without_symbols() -> None:
