@@ -77,8 +77,8 @@ class Plan(BaseModel):
     where that is faster. `overlap: false` leaves calls in the order of autograd; else compute moves behind collectives.
     `data` says what ranks are given of a step's batch: all of it, or `per_rank` the part of their data coordinate.
     `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips it, and all else
-    does not look. Under `strict` whatever could not be honoured is an error. `symbols` names the extents of a batch that
-    need not be fixed: see shardc/plan/symbols.py.
+    does not look. Under `strict` whatever could not be honoured is an error. `symbols` names the extents of a batch
+    that need not be fixed: see shardc/plan/symbols.py.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)

@@ -228,6 +228,7 @@ def embedded(zero: int) -> shardc.Program:
         plan={
             "mesh": "dp=2",
             "inputs": {"input": "dp, -"},
+            "bucket": False,
             "accumulate": 8,
             "precision": "bf16",
             "storage": {"zero": zero, "axes": ["dp"]},

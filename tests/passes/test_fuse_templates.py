@@ -29,6 +29,7 @@ from shardc.ir.text import print_graph
 from shardc.passes.fusion.analysis.traffic import traffic
 from shardc.passes.fusion.fuse import fuse
 from shardc.plan.fuse import Fusing
+from tests import before_kernels
 from tests.models.zoo import PLANS, make
 from tests.passes.template_twins import operands, results
 from tests.replanned import replanned
@@ -47,7 +48,7 @@ def body_of(name: str, precision: str) -> Graph:
     """Two layers, forward and backward, before fusion."""
     with torch.device("meta"):
         model, batch = MODELS[name](SIZES, 2)
-    return shardc.compile(model, batch, mesh="dp=1", plan={"precision": precision} if precision else {}).body
+    return before_kernels.compiled(model, batch, {"precision": precision} if precision else {}, mesh="dp=1")[1]
 
 
 LOSS = {"cross_entropy": 1}

@@ -195,6 +195,8 @@ def test_the_pass_runs_before_kernels_are_made() -> None:
         "pick_columns",
         "merge_updates",
         "fuse",
+        "offload",
+        "offload_states",
     ]
 
 

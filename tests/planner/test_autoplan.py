@@ -134,7 +134,7 @@ def test_what_loses_says_why(subject: Subject) -> None:
     assert slow is not None
     assert piped is not None
     assert reason(slow, best, 80e9, MACHINE).startswith("recomputes for ")
-    assert reason(piped, best, 80e9, MACHINE).startswith("bubble 2")
+    assert reason(piped, best, 80e9, MACHINE).startswith("bubble 3")
     for loser in (slow, piped):
         whole = sum(seconds for seconds, _ in causes(loser, best, MACHINE))
         assert whole == pytest.approx(loser.seconds - best.seconds)
