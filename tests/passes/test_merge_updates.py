@@ -67,6 +67,7 @@ def program_of(
     return eager, shardc.compile(model, x, mesh=mesh, plan={**plan, **more}, optimizer=optimizer), x
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MERGED)
 def test_one_call_does_what_the_optimizer_does(name: str, layout: str) -> None:
