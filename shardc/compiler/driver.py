@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from shardc.compiler.pass_pipeline import (
     Options,
     body_passes,
+    call_passes,
     cuts_of,
-    part_passes,
+    kernel_passes,
     refuse_unfit,
     report_missing_rules,
     run,
@@ -147,8 +148,7 @@ def localized(sharded: Graph, options: Options) -> Graph:
 
 def finish(staged: StagedProgram, options: Options, *, fused: bool = True) -> StagedProgram:
     """The same lists over graphs as ranks run them, or before they are `fused`: each pass goes through all of them."""
-    before_fusion = part_passes(options)[:-3]
-    for pass_ in before_fusion:
+    for pass_ in call_passes(options):
         staged = staged.transformed(lambda graph, pass_=pass_: run(graph, [pass_], options))
     if staged.body in staged.graphs():  # of a pipeline, the cut has judged what a step holds
         options.recompute.settle(staged.body)
@@ -157,8 +157,9 @@ def finish(staged: StagedProgram, options: Options, *, fused: bool = True) -> St
 
 def _with_kernels(staged: StagedProgram, options: Options) -> StagedProgram:
     """The last passes: what graphs leave in memory is known once they have their kernels."""
-    fused = staged.transformed(lambda graph: run(graph, [options.fuse], options))
-    moved = fused.transformed(lambda graph: run(graph, [options.offload, options.states], options))
+    fuse, *offload = kernel_passes(options)
+    fused = staged.transformed(lambda graph: run(graph, [fuse], options))
+    moved = fused.transformed(lambda graph: run(graph, offload, options))
     if moved.body in moved.graphs() and moved.body is not fused.body:
         options.recompute.settle(moved.body)
     return moved

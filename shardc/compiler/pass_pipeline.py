@@ -129,8 +129,9 @@ def body_passes(
     ]
 
 
-def part_passes(options: Options) -> list[Pass]:
-    """Every pass over what a rank runs, in order: its body, or each graph of each of its pipeline stages."""
+def call_passes(options: Options) -> list[Pass]:
+    """The passes over what a rank runs that leave single calls, in order: over its body, or each graph of each of its
+    pipeline stages."""
     return [
         options.align,
         Overlap(options.hardware),
@@ -141,10 +142,12 @@ def part_passes(options: Options) -> list[Pass]:
         BiasProducts(options.fuse.enabled),
         PickColumns(not options.fuse.enabled),
         MergeUpdates(not options.fuse.enabled),
-        options.fuse,
-        options.offload,
-        options.states,
     ]
+
+
+def kernel_passes(options: Options) -> list[Pass]:
+    """The passes behind those: kernels are made, and then what graphs leave in memory is known, and may be moved."""
+    return [options.fuse, options.offload, options.states]
 
 
 def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:

@@ -55,8 +55,8 @@ def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]
     for port, value in zip(body.outputs, body.output_values, strict=True):
         if not _written_over(port) or port.name not in twins or value.op == "placeholder":
             continue
-        made = operands(value)[0] if value.target is END_OFFLOAD else value
-        over, call = twins[port.name], producer(made)[0]
+        result = operands(value)[0] if value.target is END_OFFLOAD else value
+        over, call = twins[port.name], producer(result)[0]
         same_layout = type_of(over).dims == type_of(value).dims and type_of(over).dtype == type_of(value).dtype
         once = ends[of[value]] == 1 and of[over] not in ends
         repeated = body.microbatches > 1 and call in microbatch_nodes
@@ -64,13 +64,13 @@ def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]
             same_layout
             and once
             and not repeated
-            and of[made].value is made
+            and of[result].value is result
             and last.get(of[over], -1) <= index_of[call]
         ):
             # No operand is another view of the memory that is written over.
             no_other_view = all(v is over or of[v] is not of[over] for v in operands(call))
-            if made is not value:
-                allowed.append(Write(made, over, BEGIN_OFFLOAD_INTO))
+            if result is not value:
+                allowed.append(Write(result, over, BEGIN_OFFLOAD_INTO))
             elif call.target in INTO:
                 allowed.append(Write(value, over, call.target if _placed(call, value, over, of) else None))  # type: ignore[arg-type]
             else:

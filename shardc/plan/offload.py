@@ -15,10 +15,10 @@ from typing import Any, Literal, cast
 from pydantic import ValidationInfo, model_validator
 
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
+from shardc.ir.ops.host_copies import LEAST
 from shardc.plan.values import FrozenValue, bytes_text, read_bytes, source_of
 
 Amount = int | Literal["all"]  # bytes a rank
-LEAST = 2**20
 AMOUNTS = ("activations", "optimizer")
 
 

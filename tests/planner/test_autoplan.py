@@ -11,11 +11,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import shardc
 from shardc import Mesh, Plan, ShardcError
+from shardc.cost.call_seconds import COMPUTE, call_costs
+from shardc.cost.streams import run
 from shardc.plan.hardware import hardware
 from shardc.planner.autoplan import _Ranker  # pyright: ignore[reportPrivateUsage]
 from shardc.planner.candidate import Candidate
+from shardc.planner.inner import Inner
 from shardc.planner.layer_costs import LayerCosts
 from shardc.planner.reasons import causes, reason
+from shardc.planner.reduced_model import KEPT
 from shardc.planner.search import SLACK, Priced, search
 from shardc.planner.small_program import Subject
 from shardc.planner.space import Limits, candidates
@@ -80,6 +84,21 @@ def priced(subject: Subject, candidate: Candidate) -> Priced | None:
     if not isinstance(costs, LayerCosts):
         return None
     return Priced(candidate, estimate(candidate, costs, subject.hardware, subject.numbers))
+
+
+def test_layers_have_the_seconds_of_a_microbatch_and_nothing_of_what_runs_once_a_step(subject: Subject) -> None:
+    """Casts of weights and zeroed sums come before the first microbatch."""
+    inner = Inner(rows=1)
+    body, costs = subject.body(inner), subject.costs(inner)
+    assert isinstance(costs, LayerCosts)
+    computed = [s for s in run(body, call_costs(body, MACHINE), MACHINE).spans if s.stream == COMPUTE]
+    first, second = ([s for s in computed if s.microbatch == number] for number in (0, 1))
+    assert first[0].start > 0
+    few = dataclasses.replace(costs, runs=tuple((part, KEPT) for part, _ in costs.runs)).total()
+    assert few.forward + few.backward == pytest.approx(first[-1].end - first[0].start)
+    assert few.forward + few.backward == pytest.approx(second[-1].end - second[0].start, rel=0.02)
+    assert few.products == pytest.approx(sum(s.end - s.start for s in first if s.kind == "product"))
+    assert 0 < few.products < few.forward + few.backward
 
 
 def test_nothing_of_a_small_space_is_better(subject: Subject) -> None:

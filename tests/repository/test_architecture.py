@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardc.cli import main
-from shardc.compiler.pass_pipeline import Options, body_passes, part_passes
+from shardc.compiler.pass_pipeline import Options, body_passes, call_passes, kernel_passes
 from tests.repository.test_layering import FLOORS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -26,7 +26,7 @@ def test_every_room_is_on_its_floor() -> None:
 
 def test_passes_are_in_their_order() -> None:
     listed = re.findall(r"^\| `(\w+)` \| `[\w.]+` \|", TEXT, re.M)
-    after = (*body_passes((), (), (), Options()), *part_passes(Options()))
+    after = (*body_passes((), (), (), Options()), *call_passes(Options()), *kernel_passes(Options()))
     assert listed == [
         "normalize",
         "imply_masks",

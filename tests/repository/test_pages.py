@@ -10,7 +10,7 @@ import pytest
 import shardc
 from shardc import P
 from shardc.cli.targets import load
-from shardc.compiler.pass_pipeline import Options, body_passes, part_passes
+from shardc.compiler.pass_pipeline import Options, body_passes, call_passes, kernel_passes
 from shardc.ir.placement import Placement
 from shardc.runtime.train.trainer import Trainer
 from tests.repository.loggers import stand_in
@@ -148,7 +148,9 @@ def test_placements_mean_the_same_in_text_and_in_python() -> None:
 def test_passes_are_listed_in_their_order() -> None:
     blocks = page("docs/guides/debugging.md").blocks
     listed = next(block.body for block in blocks if block.body.startswith("trace"))
-    names = [one.name for one in (*body_passes((), (), (), Options()), *part_passes(Options()))]
+    names = [
+        one.name for one in (*body_passes((), (), (), Options()), *call_passes(Options()), *kernel_passes(Options()))
+    ]
     assert re.findall("|".join(rf"\b{name}\b" for name in names), listed) == names
 
 

@@ -193,7 +193,8 @@ def test_collectives_in_buckets_have_no_formulas(more: dict[str, Any], packs: in
     program = shardc.compile(model, x, plan=data, loss=lambda y, _: y.square().sum())
     assert len(program.body.calls_of(PACK)) == packs
     plan = Plan.from_dict(data)
-    assert Plan.parse(plan.dump()).bucket_bytes == plan.bucket_bytes
+    for same in (Plan.parse(plan.dump()), Plan().merge(plan), plan.merge(Plan.of(strict=True)), Plan.of(**data)):
+        assert same.bucket_bytes == plan.bucket_bytes
     if not packs:
         assert program.symbolic().bytes
         return

@@ -14,22 +14,22 @@ from torch import Tensor
 from kernels_triton.base.library import define
 
 
-def _found(values: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _at_columns(values: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Which rows have their column, a column of each row, and the values there."""
-    there = (column >= 0) & (column < values.shape[1])
+    exists = (column >= 0) & (column < values.shape[1])
     column = column.clamp(0, values.shape[1] - 1)
-    return there, column, values.gather(1, column)
+    return exists, column, values.gather(1, column)
 
 
 def _pick_column(values: Tensor, column: Tensor) -> Tensor:
-    there, _, found = _found(values, column)
-    return torch.where(there, found, 0.0)
+    exists, _, picked = _at_columns(values, column)
+    return torch.where(exists, picked, 0.0)
 
 
 def _subtract_at(values: Tensor, column: Tensor, amount: Tensor) -> Tensor:
-    there, column, found = _found(values, column)
-    made = values.clone(memory_format=torch.contiguous_format)
-    return made.scatter_(1, column, torch.where(there, found - amount, found))
+    exists, column, picked = _at_columns(values, column)
+    copy = values.clone(memory_format=torch.contiguous_format)
+    return copy.scatter_(1, column, torch.where(exists, picked - amount, picked))
 
 
 PICK_COLUMN = define(

@@ -49,6 +49,7 @@ BEGIN_OFFLOAD_INTO = define("begin_offload_into(Tensor x, *, Tensor(a!) out) -> 
 END_OFFLOAD = define("end_offload(Tensor(a) out, Tensor x) -> Tensor(a)", _same, _view)
 BEGIN_FETCH = define("begin_fetch(Tensor x) -> Tensor", _fetch, torch.empty_like)
 END_FETCH = define("end_fetch(Tensor(a) back, Tensor x) -> Tensor(a)", _same, _view)
+LEAST = 2**20  # bytes: what a copy moves in the 20 microseconds that it takes to begin and to be waited for
 BEGINS = (BEGIN_OFFLOAD, BEGIN_FETCH)
 ENDS = (END_OFFLOAD, END_FETCH)
 HOST_COPIES = (*BEGINS, *ENDS)

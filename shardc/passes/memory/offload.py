@@ -44,13 +44,12 @@ from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.in_place import writes
 from shardc.ir.microbatch import calls_as_run, in_microbatch
 from shardc.ir.ops.collectives import COLLECTIVES
-from shardc.ir.ops.host_copies import BEGIN_FETCH, BEGIN_OFFLOAD, END_FETCH, END_OFFLOAD
+from shardc.ir.ops.host_copies import BEGIN_FETCH, BEGIN_OFFLOAD, END_FETCH, END_OFFLOAD, LEAST
 from shardc.ir.schema import schema_of
 from shardc.ir.storages import Layouts, Storage, layouts
 from shardc.passes.base import Pass
 from shardc.passes.memory.copy_schedule import Clock, Copy, begins_of_fetches, ends_of_offloads
 
-LEAST = 2**20  # bytes: what a copy moves in the 20 microseconds that it takes to begin and to be waited for
 LAYERS_UNDER_WAY = 2
 
 
@@ -131,7 +130,7 @@ def saved_values(graph: Graph, calls: Sequence[fx.Node], least: int) -> list[Sav
         readers = [user for value in values for user in value.users if user.target is not operator.getitem]
         early = [index_of[user] for user in readers if info(user).phase == "fwd"]
         late = [index_of[user] for user in readers if info(user).phase != "fwd"]
-        made = max((index_of[call], *early[:1])) if call.target in COLLECTIVES else index_of[call]
+        ready = max((index_of[call], *early[:1])) if call.target in COLLECTIVES else index_of[call]
         if (
             late
             and max((index_of[call], *early)) < turn
@@ -139,7 +138,7 @@ def saved_values(graph: Graph, calls: Sequence[fx.Node], least: int) -> list[Sav
             and all(user in inside and not schema_of(user.target).is_mutable for user in readers)
             and _is_dense(known, storage)
         ):
-            saved.append(Saved(storage.value, storage.bytes, made, min(late), turn, frozenset(values)))
+            saved.append(Saved(storage.value, storage.bytes, ready, min(late), turn, frozenset(values)))
     return sorted(saved, key=lambda each: each.made)
 
 

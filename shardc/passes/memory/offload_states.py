@@ -34,11 +34,11 @@ from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, producer, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.microbatch import before_microbatches, calls_as_run, in_microbatch
-from shardc.ir.ops.host_copies import BEGIN_FETCH, BEGIN_OFFLOAD, END_FETCH, END_OFFLOAD
+from shardc.ir.ops.host_copies import BEGIN_FETCH, BEGIN_OFFLOAD, END_FETCH, END_OFFLOAD, LEAST
 from shardc.ir.storages import storages
 from shardc.passes.base import Pass
 from shardc.passes.memory.copy_schedule import Clock, Copy, begins_of_fetches, ends_of_offloads
-from shardc.passes.memory.offload import LEAST, copy_call, put, seconds_of
+from shardc.passes.memory.offload import copy_call, put, seconds_of
 
 PARAMETERS_UNDER_WAY = 2
 
