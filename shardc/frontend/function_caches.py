@@ -17,6 +17,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 
 from shardc import torch_compat
+from shardc.ir.gc_pause import all_objects_seen
 
 CACHE = type(lru_cache(lambda: None))
 _DEPTH = 4  # of tuples, lists and dicts in a result
@@ -102,7 +103,11 @@ def nodes_remembered(caches: Iterable[Cache], stand_ins: Callable[[Tensor], bool
 def forget(tensors: Iterable[Tensor]) -> None:
     """Empty every cache, wherever it is, that remembers one of these tensors."""
     ids = {id(t) for t in tensors}
-    for function in [o for o in gc.get_objects() if type(o) is CACHE] if ids else ():
+    if not ids:
+        return
+    with all_objects_seen():
+        caches = [o for o in gc.get_objects() if type(o) is CACHE]
+    for function in caches:
         if any(id(t) in ids for key, result in entries(function) for t in (*tensors_in(key), *tensors_in(result))):
             function.cache_clear()
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from shardc.frontend.function_caches import Cache, forget
 from shardc.frontend.state_holders import ABSENT, CONTAINERS, Holder, Variables, held_by_class, holders_of, inside
 from shardc.ir.diagnostic import error
+from shardc.ir.gc_pause import all_objects_seen
 
 _OWN = ("_parameters", "_buffers", "_modules")  # what is in these goes by its own name alone
 _LEAVES = (bool, int, float, complex, str, bytes, type(None))  # which hold nothing
@@ -187,10 +188,11 @@ def refuse_kept(tensors: Sequence[Tensor]) -> None:
     """
     if not tensors:
         return
-    forget(tensors)
-    # One walk over all objects, not one a tensor: a process has a million of them.
-    places = [place for place in gc.get_referrers(*tensors) if place is not tensors]
-    kinds = dict.fromkeys(type(place).__name__ for place in places if not isinstance(place, FrameType))
+    with all_objects_seen():
+        forget(tensors)
+        # One walk over all objects, not one a tensor: a process has a million of them.
+        places = [place for place in gc.get_referrers(*tensors) if place is not tensors]
+        kinds = dict.fromkeys(type(place).__name__ for place in places if not isinstance(place, FrameType))
     if kinds:
         message = f"forward keeps tensors of a step where they cannot be taken back from: in a {' and a '.join(kinds)}"
         hint = "keep them on the model, or in a container that forward names; a table made once can be a buffer"

@@ -54,7 +54,6 @@ from shardc.frontend.traced import Traced, TracedInput, TracedOutput
 from shardc.frontend.traced_graph import calls_of, copied, rewrite_meta
 from shardc.frontend.unsupported import admit_foreign, is_loss, refuse_no_scalar, refuse_unfit, untrained
 from shardc.ir.diagnostic import ShardcError, error
-from shardc.ir.gc_pause import earlier_objects_set_aside
 from shardc.ir.microbatch import SCALE, SHARE
 from shardc.ir.program import CONSTANT
 
@@ -62,7 +61,6 @@ aten = torch.ops.aten
 NOTHING = "return what is to be seen: a tensor, or a tuple, a dict or a dataclass of tensors"
 
 
-@earlier_objects_set_aside()
 def trace(
     model: nn.Module,
     batch: Any,

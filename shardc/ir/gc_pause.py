@@ -24,14 +24,15 @@ def gc_paused() -> Generator[None]:
 
 
 @contextmanager
-def earlier_objects_set_aside() -> Generator[None]:
-    """A context, or a decorator of a function: a collection within it looks at objects that are made in it alone. Those
-    that there were then count as old ones. Where a process has set objects aside itself, it changes nothing."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
+def all_objects_seen() -> Generator[None]:
+    """A context in which `gc.get_objects` and `gc.get_referrers` know all objects: those too that the process has set
+    aside by `gc.freeze`, as servers do before they fork. Afterwards they are set aside again, and with them what has
+    been made since and is no garbage."""
+    aside = gc.get_freeze_count() > 0
+    gc.unfreeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if aside:
+            gc.collect()
+            gc.freeze()

@@ -37,7 +37,7 @@ def matrices(body: Graph, op: Any) -> list[str]:
     return [info(call).name for call in body.calls_of(op) if type_of(call).ndim == 2]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", None])
 @pytest.mark.parametrize("layout", ["alone", "dp", "tp", "sp", "zero1", "zero2", "zero3", "full", "buckets"])
 def test_all_linear_layers_and_equality(layout: str, precision: str | None) -> None:
@@ -66,6 +66,7 @@ def test_no_bytes_are_moved_for_terms(plain: pytest.MonkeyPatch) -> None:
 TURNED = {"params": {"**.attn.c_attn.weight": "-, 3*tp", "**.mlp.c_fc.weight": "-, tp"}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize(
     ("mesh", "plan"),

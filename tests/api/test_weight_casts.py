@@ -125,6 +125,7 @@ def test_equals_the_single_device_and_eager(layout: str) -> None:
     assert (report.eager_error or 0.0) < 1e-12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["alone", "tp", "sp", "full", "selective", "fp16", "zero1", "zero2", "zero3"])
 def test_every_call_holds_what_the_report_says(layout: str) -> None:
     body = compiled(layout, bucket=False).body

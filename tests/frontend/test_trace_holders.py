@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.torch_compat import is_fake
 from tests.trained import MESH
 
+pytestmark = pytest.mark.slow  # first in its process: each refusal looks at all objects, and these grow more
 X = torch.ones(2, 3)
 COUNTS = {"calls": 0}
 TABLES: dict[int, Tensor] = {}
@@ -116,9 +118,20 @@ def test_caches_hold_nothing_of_a_trace(keep: Callable[[int], Tensor]) -> None:
     assert program.launch().step(X).loss == model(X)
 
 
+@pytest.fixture(params=[False, True], ids=["", "set_aside"])
+def set_aside(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """To be called before a compile: all objects are, or none is, set aside by `gc.freeze` as servers do it."""
+    were_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    yield gc.freeze if request.param else lambda: None
+    gc.unfreeze()
+    if were_frozen:
+        gc.freeze()
+
+
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("refused", [False, True])
-def test_caches_that_nothing_leads_to(size: int | None, refused: bool) -> None:
+def test_caches_that_nothing_leads_to(size: int | None, refused: bool, set_aside: Callable[[], None]) -> None:
     """A cache in a place that no snapshot knows forgets what a trace left in it, also of one that was refused."""
 
     @functools.lru_cache(maxsize=size)
@@ -132,6 +145,7 @@ def test_caches_that_nothing_leads_to(size: int | None, refused: bool) -> None:
         return h * first * rest["more"][0] * (float(h.sum()) if refused else 1)
 
     model = Base(act)
+    set_aside()
     if refused:
         with pytest.raises(ShardcError, match="SC101"):
             shardc.compile(model, X, mesh=MESH)
@@ -157,9 +171,10 @@ def test_a_cache_keeps_what_it_had() -> None:
     assert not is_fake(drawn(3))
 
 
-def test_a_place_that_nothing_leads_to() -> None:
+def test_a_place_that_nothing_leads_to(set_aside: Callable[[], None]) -> None:
     """What cannot be taken back would be met by the model's next call outside of a program."""
     kept = types.SimpleNamespace(deep=[[[[[[]]]]]])
+    set_aside()
 
     def keep(_m: Any, h: Tensor) -> Tensor:
         kept.deep[0][0][0][0][0].append(h)

@@ -192,6 +192,7 @@ def test_convolutions_with_other_plans(plan: str) -> None:
     assert compiled(model, 18, "dp=2, cp=2", context={"balance": "zigzag"}, **PLANS[plan]).verify().ok
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "length", "balance", "kinds"),
     [("cp=4", 16, "none", {"permute"}), ("cp=3", 12, "none", {"permute"}), ("dp=2, cp=2", 16, "zigzag", set[str]()),

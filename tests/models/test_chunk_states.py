@@ -260,7 +260,7 @@ def nemotron_h() -> nn.Module:
 MODELS = {"mamba2": mamba2, "bamba": bamba, "zamba2": zamba2, "falcon_h1": falcon_h1, "nemotron_h": nemotron_h}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("mesh", "length", "balance"),
     [("cp=2", 32, "auto"), ("cp=4", 50, "auto"), ("cp=4", 50, "zigzag"), ("dp=2, cp=2", 17, "none"),

@@ -126,6 +126,7 @@ class LastRows(nn.Module):
         return self.head(x[:, -self.count] if self.alone else x[:, -self.count :]).square().mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize(("count", "alone"), [(1, True), (1, False), (3, False), (4, True)])
 @pytest.mark.parametrize("length", [16, 17])

@@ -83,7 +83,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -122,7 +122,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_over_experts(name: str) -> None:
     torch.manual_seed(0)

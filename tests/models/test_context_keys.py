@@ -95,6 +95,7 @@ def merged(program: Program) -> Program:
 
 
 # ---------------------------------------------------------------------- values
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keys", [16, 17, 50, 5])  # 5 over 4: one rank has none
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4"])
 @pytest.mark.parametrize("kv", [4, 2, 1])
@@ -103,6 +104,7 @@ def test_few_rows_and_many_keys(keys: int, mesh: str, kv: int, hardware: Any) ->
     exact(merged(compiled(Cross(4, kv), 3, keys, mesh, hardware=hardware)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [1, 7, 24])
 @pytest.mark.parametrize("keys", [17, 6])
 @FORMS
@@ -110,6 +112,7 @@ def test_causal(rows: int, keys: int, hardware: Any) -> None:
     exact(merged(compiled(Cross(causal=True), rows, keys, hardware=hardware)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mesh", "x", "memory"), [
     ("dp=2, cp=2", "dp, -, -", "dp, cp, -"),
     ("rows=2, cp=2", "-, rows, -", "-, cp, -"),
@@ -140,6 +143,7 @@ class Windowed(Cross):
         return super().forward(x, memory, seen & (row // chunk[0] == key // chunk[0]) if chunk else seen)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["cp=4", "cp=2"])
 @pytest.mark.parametrize("window", [(-2, 0), (-2, 3), (2, 5), (-5, 0, 6), (-4, 4, 5)])
 @FORMS
@@ -170,6 +174,7 @@ def masks(kind: str, rows: int, keys: int) -> Tensor:
     return mask
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["rows", "keys", "first rank", "bias"])
 @pytest.mark.parametrize("lies", ["-, -, -, cp", "-, -, -, -"])
 @FORMS

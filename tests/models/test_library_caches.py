@@ -53,6 +53,9 @@ NONE = {  # whose cached functions are compiled in a small net alone
 Cache = type(lru_cache(lambda: None))
 
 
+pytestmark = pytest.mark.slow  # first in its process: each case looks at all objects, and these grow more
+
+
 @pytest.fixture(autouse=True)
 def _no_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest keeps what torch logs, and with it the tensors that a record speaks of."""
@@ -107,7 +110,7 @@ def test_every_cached_function_is_called() -> None:
     assert {"beit", "detr", "rt_detr", "sam3", "xcodec"} <= set(FILES)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
 def test_a_compile_leaves_nothing_in_a_cached_function(function: Any) -> None:
     try:

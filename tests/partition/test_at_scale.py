@@ -28,6 +28,7 @@ def at(mesh: str, name: str) -> Shape:
     return mesh, sizes, PLAN[name], length
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "large", "small"),
     [

@@ -85,7 +85,7 @@ def trained(program: shardc.Program) -> dict[str, Tensor]:
     return losses | {name: value.clone() for name, value in trainer.state_dict(("param", "state")).items()}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)

@@ -45,6 +45,7 @@ def test_the_space_has_every_choice() -> None:
     assert any(c.cp > 1 for c in space)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kept", [True, 0, 2**20])
 def test_buckets_that_are_kept_leave_every_mesh(kept: bool | int) -> None:
     subject, length = subject_of("llama", MACHINE)
