@@ -8,8 +8,7 @@
     view         0: no kernel
     others       the bytes that the kernel reads and writes: elementwise, reduction, copy, fused
 
-ATen's kernels read some operands more than once, such as a softmax of long rows, which takes the maximum, the sum and
-the result in three passes: `READS` says how often. Ranks of one program take the same time, but for attention, of which
+Ranks of one program take the same time, but for attention, of which
 the rank that has most counts; routing of experts is taken to be balanced.
 """
 
@@ -26,8 +25,10 @@ from kernels_triton.codegen.schedules import column_sums
 from kernels_triton.generated.op import FUSED
 from kernels_triton.ir.kernel import Kernel
 from kernels_triton.match.op import kernel_of
+from shardc.cost.aten_kernels import COPIES, LAUNCHES, READS, REDUCTIONS, ROW_HELD, SELECTED, SHARES, WIDENING
 from shardc.cost.cache import Cache
 from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, node_flops
+from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.collectives import Collective, collective
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
 from shardc.ir.group_axes import axes_used_twice
@@ -47,6 +48,7 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = (
     *("product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "host copy", "view"),
 )
+REGISTER_COLS = 16384  # a generated kernel reads longer rows once for each reduction
 COMPUTE = ""  # the name of the stream of all that is no collective
 
 
@@ -224,12 +226,15 @@ class _Costs:
         dtype = type_of(given(node)["q"]).dtype
         total = node_flops(self.graph, node)
         keys, width = self._operand(given(node)["k"]).shape[-2], self._operand(given(node)["q"]).shape[-1]
-        seconds = (
-            self.hardware.attention_seconds(total, dtype, backward=backward, sequence=keys, width=width)
-            if total
-            else 0.0
-        )
-        return CallCost("attention", seconds, (3 if backward else 1) if total else 0)
+        if not total:
+            return CallCost("attention", 0.0, 0)
+        seconds = self.hardware.attention_seconds(total, dtype, backward=backward, sequence=keys, width=width)
+        launches = 3 if backward else 1
+        if name in PUT_TOGETHER:  # tiles' results are read, with those of the steps before, and written
+            known = [v for key in SO_FAR.get(node.target, ()) for v in _values(given(node).get(key))]
+            seconds += self._moving(2 * self._made(node) + sum(map(self._bytes, known)))
+            launches += 3 if backward else 1
+        return CallCost("attention", seconds, launches)
 
     def _scan(self, node: fx.Node) -> CallCost:
         """Its elements are read and written once, and its statements computed one step after another."""
@@ -286,80 +291,11 @@ def _values(argument: Any) -> list[fx.Node]:
     return [v for item in argument for v in _values(item)] if isinstance(argument, (list, tuple)) else []
 
 
-# ------------------------------------------------------------------ what ATen's kernels do
-# op -> argument -> how often its kernels read it
-READS: Mapping[str, Mapping[str, int]] = {
-    "native_layer_norm": {"input": 2},
-    "native_layer_norm_backward": {"grad_out": 3, "input": 3},
-    "native_group_norm": {"input": 2},
-    "native_group_norm_backward": {"grad_out": 2, "input": 2},
-    "native_batch_norm": {"input": 2},
-    "native_batch_norm_backward": {"grad_out": 2, "input": 2},
-    "_softmax": {"self": 3},
-    "_log_softmax": {"self": 3},
-    "_softmax_backward_data": {"grad_output": 2, "output": 2},
-    "_log_softmax_backward_data": {"grad_output": 2, "output": 2},
-}
-ROW_HELD = {  # rows that are no longer are read once and held
-    "_softmax": 1024,
-    "_log_softmax": 1024,
-    "_softmax_backward_data": 1024,
-    "_log_softmax_backward_data": 1024,
-}
-# Op -> the share of the memory's rate that ATen's kernel reaches, and that of a cast to a wider dtype: measured on an
-# H200 (benchmarks/README.md).
-SHARES: Mapping[str, float] = {"sum": 0.65}
-WIDENING = 0.6
-REGISTER_COLS = 16384  # a generated kernel reads longer rows once for each reduction
-# op -> the argument of which only what becomes the result is read
-SELECTED: Mapping[str, str] = {
-    "embedding": "weight",
-    "index": "self",
-    "index_select": "self",
-    "gather": "self",
-    "slice": "self",
-    "select": "self",
-    "view": "self",
-    "narrow": "self",
-    "shardc.shard_slice": "x",
-    "shardc.slice_blocks": "x",
-    "shardc.gather_rows": "x",
-    "nll_loss_forward": "self",
-    "nll_loss_backward": "self",
-}
-LAUNCHES: Mapping[str, int] = {
-    "native_layer_norm_backward": 2,
-    "native_group_norm": 2,
-    "native_group_norm_backward": 3,
-    "native_batch_norm_backward": 2,
-    "embedding_dense_backward": 6,  # ids are sorted, and equal ones summed
-    "nll_loss_backward": 2,
-    "_unsafe_index_put": 2,
-    "index_put": 2,
-    "scatter": 2,
-    "scatter_add": 2,
-}
-COPIES = frozenset(
-    (
-        *("_to_copy", "clone", "cat", "stack", "slice", "select", "view", "shardc.accumulate", "shardc.pack"),
-        *("shardc.unpack", "shardc.shard_slice", "shardc.slice_blocks", "embedding", "index", "index_select", "gather"),
-        *("expand", "repeat", "constant_pad_nd", "slice_scatter", "select_scatter", "shardc.gather_rows"),
-        *("shardc.group_heads", "shardc.ungroup_heads", "shardc.repeat_heads"),
-    )
-)
-REDUCTIONS = frozenset(
-    (
-        *("sum", "mean", "amax", "amin", "argmax", "argmin", "prod", "var", "var_mean", "std", "linalg_vector_norm"),
-        *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
-        *("native_batch_norm", "native_batch_norm_backward", "_softmax", "_log_softmax", "_softmax_backward_data"),
-        *("_log_softmax_backward_data", "any", "all", "logsumexp", "shardc.sum_of_squares", "embedding_dense_backward"),
-        *("cumsum", "nll_loss_forward", "shardc.sum_heads"),
-    )
-)
+PUT_TOGETHER = frozenset((*RINGS, *ROWS, *PARTS))  # attention that is computed in tiles (`ir.ops.attention_tiles`)
 ATTENTION = frozenset(
     (
         *("shardc.sdpa", "shardc.sdpa_bwd", "shardc.sdpa_heads", "shardc.sdpa_heads_bwd", "shardc.sdpa_keys"),
-        *("shardc.sdpa_keys_bwd", *RINGS, *ROWS, *PARTS),
+        *("shardc.sdpa_keys_bwd", *PUT_TOGETHER),
     )
 )
 Shape = tuple[int, ...]

@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch import fx
 
+import shardc
+from examples.llama import llama
 from shardc.cost.call_seconds import KINDS, CallCost, call_costs
-from shardc.ir.graph import Graph, Port, ValueInfo, set_info
+from shardc.cost.flops import node_flops
+from shardc.ir.attention_rings import SO_FAR
+from shardc.ir.graph import Graph, Port, ValueInfo, results, set_info, type_of
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.attention_rows import SDPA_ROWS
 from shardc.ir.ops.host_copies import ENDS
+from shardc.ir.schema import given
 from shardc.ir.types import TensorType
 from shardc.plan.hardware import named
 from shardc.rules import all_rules
@@ -158,3 +164,29 @@ def test_ops_that_compute_for_longer_than_they_move() -> None:
     assert cost_of(gelu, quick).seconds == pytest.approx(moving)
     assert cost_of(gelu, slow).seconds == pytest.approx(1e-9 * 64 * 64)
     assert cost_of(neg, slow).seconds == pytest.approx(moving)
+
+
+def test_parts_of_attention_are_put_together_in_memory() -> None:
+    """A ring's steps write their results, and read those of its steps before."""
+    model, batch = llama()
+    program = shardc.compile(model, batch, mesh="cp=2", plan={"inputs": {"*": "-, cp"}})
+    costs, steps = call_costs(program.body, FLAT), set[int]()
+    for node in program.body.calls():
+        if node.target not in SO_FAR:
+            continue
+        arguments, backward = given(node), node.target is not SDPA_ROWS
+        keys, width = (type_of(arguments[name]).shape for name in ("k", "q"))
+        computed = FLAT.attention_seconds(
+            node_flops(program.body, node),
+            torch.float32,
+            backward=backward,
+            sequence=keys[-2] // 2,
+            width=width[-1],
+        )
+        made = sum(type_of(v).local_bytes(program.mesh) for v in results(node) if v is not None)
+        known = [arguments[name] for name in SO_FAR[node.target] if arguments.get(name) is not None]
+        assert bool(known) == (arguments["step"] != (1 if backward else 0))
+        before = sum(type_of(v).local_bytes(program.mesh) for v in known)
+        assert costs[node].seconds == pytest.approx(computed + (2 * made + before) / 1e12)
+        steps.add(arguments["step"])
+    assert steps == {0, 1}

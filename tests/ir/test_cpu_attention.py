@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels_triton.base.library import kernel_for
 from shardc.ir.ops import cpu_attention
-from shardc.ir.ops.attention import SDPA, SDPA_BWD, reference, reference_backward
+from shardc.ir.ops.attention import REFERENCE, SDPA, SDPA_BWD, reference, reference_backward
+from shardc.ir.ops.attention_keys import SDPA_PART
+from shardc.ir.ops.attention_rows import SDPA_ROWS
+from shardc.ir.ops.attention_tiles import Kernels, attend, attend_backward, tiles
+from shardc.ir.ops.local import Run
 
 SCALE = 0.3
 
@@ -80,3 +85,28 @@ def test_windows(window: tuple[int, int]) -> None:
     exact = SDPA(q.double(), k.double(), v.double(), None, False, SCALE, False, window)
     for value, right in zip(narrow, exact, strict=True):
         torch.testing.assert_close(value.double(), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [(Run(0, 24, 0),), (Run(24, 24, 0),), (Run(0, 12, 0), Run(36, 12, 12))], ids=str)
+def test_tiles_of_a_ranks_rows(rows: tuple[Run, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is computed by the kernel; one with twice as many keys as rows on its diagonal as two."""
+    g, q, k, v = operands(2, 24, 48, "contiguous")
+    (kernels,) = kernel_for(SDPA_ROWS, q.device).args  # type: ignore[union-attr]
+    assert (kernels,) == kernel_for(SDPA_PART, q.device).args  # type: ignore[union-attr]
+    todo = tiles(rows, (Run(0, 48, 0),), True)
+    taken: list[bool] = []
+    takes = cpu_attention.takes
+    monkeypatch.setattr(cpu_attention, "takes", lambda *of: taken.append(takes(*of)) or taken[-1])
+
+    def both(kernels: Kernels, *of: Tensor) -> list[Tensor]:
+        g, q, k, v = of
+        o, lse = attend(kernels, todo, q, k, v, None, None, SCALE, True, q.dtype)
+        gradients = [torch.empty_like(t) for t in (q, k, v)]
+        attend_backward(kernels, todo, g, q, k, v, None, o, lse, gradients, (None,) * 3, None, SCALE, True)
+        return [o, lse, *gradients]
+
+    made, exact = both(kernels, g, q, k, v), both(REFERENCE, *(t.double() for t in (g, q, k, v)))
+    for value, right in zip(made, exact, strict=True):
+        torch.testing.assert_close(value.double(), right, rtol=1e-5, atol=1e-5)
+    assert taken
+    assert all(taken)

@@ -7,6 +7,7 @@ itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from kernels_triton.base.library import implement
 from shardc import torch_compat
-from shardc.ir.ops import attention
-from shardc.ir.ops.attention_tiles import Kernels
+from shardc.ir.ops import attention, attention_keys, attention_rows
+from shardc.ir.ops.attention_tiles import Kernels, Tile, square
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, lower_right: bool) -> bool:
@@ -68,6 +69,13 @@ def _sdpa_bwd(
     return _promised(dq, q), _promised(dk, k), _promised(dv, v), q.new_empty(0)
 
 
-FLASH = Kernels(_sdpa, _sdpa_bwd)
+def _cut(q: Tensor, k: Tensor, mask: Tensor | None, todo: Sequence[Tile]) -> Sequence[Tile]:
+    """Squares, where the kernel takes the rest: of more keys than rows on a diagonal it takes none."""
+    return square(todo) if mask is None and q.dtype == torch.float32 and q.ndim == 4 else todo
+
+
+FLASH = Kernels(_sdpa, _sdpa_bwd, _cut)
 implement("sdpa", partial(attention.whole, FLASH), "CPU")
 implement("sdpa_bwd", partial(attention.whole_backward, FLASH), "CPU")
+attention_rows.register_kernels("CPU", FLASH)
+attention_keys.register_kernels("CPU", FLASH)
