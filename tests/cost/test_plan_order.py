@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.plan_order` says of its measurements: ranks, correlations, and eight plans."""
+"""What `python -m benchmarks.plan_order` says of its measurements: ranks, correlations, and ten plans."""
 
 from __future__ import annotations
 
@@ -36,8 +36,17 @@ def test_order() -> None:
     assert found["measured"] == ["a", "b"]
 
 
+@pytest.mark.parametrize(("measured", "differ", "right"), [([100, 104, 120], 2, 2), ([120, 104, 100], 2, 0)])
+def test_pairs_that_take_the_same_time_have_no_order(measured: list[float], differ: int, right: int) -> None:
+    lines = [
+        {"plan": "", "predicted_ms": float(i), "measured_ms": ms, "ratio": 1.0, "rounds": [ms]}
+        for i, ms in enumerate(measured)
+    ]
+    assert order_of(lines)["pairs"] == {"differ": differ, "right": right}
+
+
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_there_are_eight_plans(world: int) -> None:
+def test_there_are_ten_plans(world: int) -> None:
     found = plans(world)
-    assert len(found) == 8
-    assert len({(mesh, repr(plan)) for mesh, plan in found.values()}) == 8
+    assert len(found) == 10
+    assert len({(mesh, repr(plan)) for mesh, plan in found.values()}) == 10
