@@ -230,7 +230,9 @@ def text(hardware: Hardware, source: str) -> str:
     quantities["links"] = [quantities["links"][0], *NETWORK]
     default = Hardware().quantities()
     kept = {name: value for name, value in quantities.items() if name in SHEET or value != default.get(name)}
+    kept["device"] = "gpu"
     sources = {name: why for name, (_, why) in SHEET.items()} | {
+        "device": "programs for a gpu have kernels, unless their plan says fuse: false",
         "bf16_flops_per_second": "measured: large products reach 700 to 800 TFLOP/s alone; 989 by the data sheet",
         "memory_bytes_per_second": "measured: 4 GiB by an elementwise kernel; 4.8e+12 by the data sheet",
         "products": "fitted to steps of one GPU, in which power limits the rate. Tiles and starts: cuBLAS's usual ones,"

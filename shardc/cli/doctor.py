@@ -132,7 +132,7 @@ def _problems() -> list[str]:
     if torch.version.cuda and not torch.cuda.is_available():
         problems.append("torch is built for CUDA, and no GPU is to be seen: is there a driver?")
     if torch.cuda.is_available() and not HAS_TRITON:
-        problems.append("there is no Triton: fuse: true runs references, which are slow")
+        problems.append("there is no Triton: fuse is off by default, and fuse: true runs references, which are slow")
     return problems
 
 

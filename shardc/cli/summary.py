@@ -141,13 +141,16 @@ def divided_scans(program: Program) -> list[str]:
 
 
 def fusion(program: Program) -> list[str]:
-    """What kernels saved, where the plan asked for them; products and communication are not among them."""
+    """Why there are kernels, where the plan did not ask for them, and what they saved; products and communication are
+    not among them."""
+    lines = [f"fused: {program.plan['fused_on']}; off by fuse: false"] if "fused_on" in program.plan else []
     if "traffic" not in program.plan:
-        return []
+        return lines
     if not any(node.target in KERNELS for node in program.body.calls()):
-        return [Plan.parse(program.plan.get("text", "")).fuse.without_kernels]
+        return [*lines, Plan.parse(program.plan.get("text", "")).fuse.without_kernels]
     (calls, unfused), (kernels, fused) = program.plan["traffic"]
-    return [f"fused: {calls} kernels are {kernels}, and move {human_bytes(fused)} instead of {human_bytes(unfused)}"]
+    moved = f"move {human_bytes(fused)} instead of {human_bytes(unfused)}"
+    return [*lines, f"fused: {calls} kernels are {kernels}, and {moved}"]
 
 
 def parameters(program: Program) -> str:

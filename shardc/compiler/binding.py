@@ -83,7 +83,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options, split: Iterabl
         late=LateGradients(plan.overlap.late_gradients, hardware, by_time=not plan.symbols),
         bucket=Bucket(plan.bucket_bytes),
         prefetch=Prefetch(plan.overlap.prefetch),
-        fuse=Fuse(plan.fuse.enabled, plan.fuse.left, plan.fuse.templates, hardware),
+        fuse=Fuse(bool(plan.fuse.enabled), plan.fuse.left, plan.fuse.templates, hardware),
     )
 
 

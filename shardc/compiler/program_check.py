@@ -243,6 +243,7 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
     "dispatch": _dispatch,
     "context": _context,
     "experts": _experts,
+    "fused_on": lambda value: isinstance(value, str),
     "traffic": _traffic,
     "state": _state,
 }

@@ -31,6 +31,7 @@ from shardc.compiler.binding import (
     without_gradient,
 )
 from shardc.compiler.driver import CompiledGraphs, Task, compile_step
+from shardc.compiler.fusion_default import with_fusion
 from shardc.compiler.pass_pipeline import Options, Watch
 from shardc.compiler.pipelining import tensor_mesh
 from shardc.compiler.step_plan import Held, bound_step
@@ -128,7 +129,7 @@ def compiled(request: Request) -> Compiled:
     """Compile what is asked for. Raises ShardcError with every problem found."""
     request.check()
     model, optimizer, trains = request.model, request.optimizer, request.trains
-    plan = collect_plan(model, request.plan)
+    plan, fused_on = with_fusion(collect_plan(model, request.plan), model, request.batch)
     if not request.updates:
         plan = plan.model_copy(
             update={"clip_grad_norm": None, "nonfinite": None, "experts": plan.experts.without_refusal}
@@ -218,6 +219,8 @@ def compiled(request: Request) -> Compiled:
         record["context"] = [choice.plain() for choice in divided]
     if any(port.name == LOAD for port in graphs.body.outputs):
         record["experts"] = layers_of_experts(graphs.body)
+    if fused_on:
+        record["fused_on"] = fused_on
     if graphs.traffic is not None:
         record["traffic"] = [list(moved) for moved in graphs.traffic]
     return Compiled(graphs, record, traced, bound, plan, mesh, options.strict)

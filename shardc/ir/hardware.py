@@ -116,6 +116,7 @@ class Tables(Table):
         return self.changed(links=tuple(links))
 
 
+DEVICES = ("gpu", "cpu")  # kinds of accelerators
 DTYPES = {
     "bf16_flops_per_second": {"bfloat16", "float16"},
     "fp32_flops_per_second": {"float32", "complex64"},
@@ -138,6 +139,7 @@ class Hardware:
     `storage_bytes_per_second` is what an accelerator writes to, or reads from, the checkpoints' storage while all do.
     `host_bytes_per_second` is what it copies to pinned memory of its host, or from it, over PCIe.
     Products whose rows are no multiples of `row_alignment_bytes` take `unaligned_slowdown` times as long at the least.
+    `device` is the kind of accelerator, one of `DEVICES`; None where it is not known.
     """
 
     bf16_flops_per_second: float = _rate(1.024e15)
@@ -158,11 +160,12 @@ class Hardware:
     bucket_bytes: int = _whole(25 * 2**20, 1, 2**40)
     row_alignment_bytes: int = _whole(16, 2, 256, binary=True)
     unaligned_slowdown: float = dataclasses.field(default=4.0, metadata={"range": Range(1, 100)})
+    device: str | None = None
     tables: Tables = dataclasses.field(default_factory=Tables)
     network_axes: frozenset[str] = frozenset()  # of a mesh, whose groups span nodes: see `on`
 
     def __post_init__(self) -> None:
-        problems = problems_of({name: getattr(self, name) for name in RANGES})
+        problems = problems_of({name: getattr(self, name) for name in RANGES} | self._kind)
         if problems:
             raise ShardcError(*problems.values())
 
@@ -170,7 +173,11 @@ class Hardware:
     def quantities(self) -> dict[str, Any]:
         """As a file has them, the tables that it has included."""
         tables = self.tables.model_dump(mode="json", exclude_defaults=True)
-        return {name: getattr(self, name) for name in RANGES} | tables
+        return self._kind | {name: getattr(self, name) for name in RANGES} | tables
+
+    @property
+    def _kind(self) -> dict[str, str]:
+        return {} if self.device is None else {"device": self.device}
 
     @classmethod
     def of(cls, quantities: Mapping[str, Any]) -> Self:
@@ -353,8 +360,12 @@ def problems_of(quantities: Mapping[str, Any]) -> dict[str, Diagnostic]:
     for name, value in quantities.items():
         if name in TABLES:
             continue
-        if name not in RANGES:
-            hint = did_you_mean(name, (*RANGES, *TABLES), "quantities")
+        if name == "device":
+            if value not in DEVICES:
+                message = f"'hardware.device' should be {' or '.join(DEVICES)}, not {value!r}"
+                problems[name] = Diagnostic("SC208", message, hint="leave it out where the kind is not known")
+        elif name not in RANGES:
+            hint = did_you_mean(name, ("device", *RANGES, *TABLES), "quantities")
             problems[name] = Diagnostic("SC208", f"hardware has no quantity '{name}'", hint=hint)
         elif not RANGES[name].holds(value):
             message = f"'hardware.{name}' should be {RANGES[name]}, not {value!r}"

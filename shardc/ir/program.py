@@ -80,6 +80,7 @@ class PlanRecord(TypedDict, total=False):
     dispatch: Sequence[Sequence[Any]]  # of `passes.sharding.dispatch.Choice`, a layer
     context: Sequence[Sequence[Any]]  # of `passes.context.divide_attention.Divided`, a layer
     experts: Sequence[Sequence[Any]]  # of `passes.sharding.dispatch.layers_of_experts`
+    fused_on: str  # where the plan leaves `fuse` open, and it is on: the GPU, in words
     traffic: Sequence[Sequence[int]]  # kernels and bytes that move data, before and after fusion
 
 

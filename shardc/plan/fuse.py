@@ -1,4 +1,7 @@
-"""What a plan says of kernels: `fuse: true`, or `fuse: {exclude: [tanh, '**.mlp.act'], templates: [cross_entropy]}`."""
+"""What a plan says of kernels: `fuse: true`, or `fuse: {exclude: [tanh, '**.mlp.act'], templates: [cross_entropy]}`.
+
+A plan that says nothing leaves it to the device: `shardc.compiler.fusion_default`.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,21 @@ from shardc.ir.diagnostic import error
 from shardc.ir.placement import P
 from shardc.plan.values import source_of
 
+AUTO = "auto"
+
 
 class Fusing(BaseModel):
     """Whether calls become kernels; see passes/fuse. `exclude` are patterns over ops, modules and values, of what stays
     calls; `templates` those of the hand-tuned kernels that are used where one computes just what a kernel does (all of
     them).
 
-    In short: true or false. What says how to fuse need not say that it is enabled; what says nothing is refused.
+    In short: true, false or `auto`, the default, where `enabled` is None: the device decides. What says how to fuse
+    need not say that it is enabled; what says nothing is refused.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    enabled: bool = False
+    enabled: bool | None = None
     exclude: tuple[Annotation, ...] = ()
     templates: tuple[str, ...] = NAMES
 
@@ -34,19 +40,19 @@ class Fusing(BaseModel):
     def _read(cls, value: Any) -> Any:
         if isinstance(value, Fusing) or value == {}:
             return value
-        options: object = {"enabled": value} if isinstance(value, bool) else value
+        options: object = {"enabled": value} if isinstance(value, bool) or value == AUTO else value
         if not isinstance(options, Mapping):
             hint = "write fuse: true, or fuse: {enabled: true, exclude: [tanh]}"
-            raise error("SC208", f"'fuse' should be true or false, not {value!r}", hint=hint)
+            raise error("SC208", f"'fuse' should be true, false or auto, not {value!r}", hint=hint)
         return {"enabled": True, **cast(Mapping[str, object], options)}
 
     @field_validator("enabled", mode="before")
     @classmethod
     def _read_enabled(cls, value: Any) -> Any:
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and value != AUTO:
             hint = "write enabled: true, or enabled: false"
-            raise error("SC208", f"'fuse.enabled' should be true or false, not {value!r}", hint=hint)
-        return value
+            raise error("SC208", f"'fuse.enabled' should be true, false or auto, not {value!r}", hint=hint)
+        return None if value == AUTO else value
 
     @field_validator("exclude", mode="before")
     @classmethod
@@ -90,7 +96,8 @@ class Fusing(BaseModel):
         """As plain data, in its short form if it has one."""
         options: dict[str, object] = {"exclude": list(self.left)} if self.exclude else {}
         options |= {"templates": list(self.templates)} if self.templates != NAMES else {}
-        return {"enabled": self.enabled, **options} if options else self.enabled
+        enabled = AUTO if self.enabled is None else self.enabled
+        return {"enabled": enabled, **options} if options else enabled
 
 
 def says_something(value: Any) -> Any:

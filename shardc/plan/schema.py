@@ -75,6 +75,7 @@ class Plan(BaseModel):
     travel as one: by default, and if true, what the hardware says, 25 MiB; if false, and by default of a plan with
     `symbols`, each travels alone. `align: false` leaves 16-bit products of odd sizes as they are; else they are padded
     where that is faster. `overlap: false` leaves calls in the order of autograd; else compute moves behind collectives.
+    `fuse` is on where the plan runs on GPUs, unless it says true or false.
     `data` says what ranks are given of a step's batch: all of it, or `per_rank` the part of their data coordinate.
     `nonfinite` says what becomes of a step with a gradient that is no number: by default float16 skips it, and all else
     does not look. Under `strict` whatever could not be honoured is an error. `symbols` names the extents of a batch
@@ -127,7 +128,7 @@ class Plan(BaseModel):
         align: bool | None = None,
         overlap: bool | Mapping[str, object] | None = None,
         bucket: bool | int | str | Mapping[str, object] | None = None,
-        fuse: bool | Mapping[str, object] | None = None,
+        fuse: bool | str | Mapping[str, object] | None = None,
         experts: str | Mapping[str, object] | None = None,
         context: str | Mapping[str, object] | None = None,
         precision: object = None,
@@ -295,7 +296,7 @@ class Plan(BaseModel):
             data["overlap"] = said
         if self.bucket.size is not None or (self.symbols and self.bucket_bytes):
             data["bucket"] = self.bucket.dumped()
-        if self.fuse.enabled:
+        if self.fuse != Fusing():
             data["fuse"] = self.fuse.dumped()
         if self.experts != Experts():
             data["experts"] = self.experts.dumped()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.compiler.binding import check_module, read_plan
+from shardc.compiler.binding import check_module, collect_plan, read_plan
 from shardc.compiler.request import Request, compiled, rows_of
 from shardc.ir.collectives import human_bytes
 from shardc.ir.default_device import on_cpu
@@ -73,7 +73,8 @@ def autoplan(
     loss       as `compile` takes it
     optimizer  a function from a model to its optimizer; None: AdamW
     keep       a plan that every plan keeps: axes of its mesh have their sizes, annotations their placements, and what
-               it says of storage, recomputation, the pipeline or precision stays
+               it says of storage, recomputation, the pipeline, precision or `fuse` stays; without the last, plans for a
+               GPU fuse, and others do not
     precision  what to compute in where `keep` does not say: "bf16", "fp16", or None for the model's own dtypes
     reduce     dtypes that gradients may be summed in, beside the plan's own: ["bf16"] sends less, sums otherwise
     top        how many plans
@@ -89,6 +90,7 @@ def autoplan(
     kept = read_plan(keep) if keep is not None else Plan()
     if kept.precision is None and precision is not None and _is_float32(model):
         kept = kept.merge(Plan.of(precision=precision))
+    kept = _with_fusion(kept, collect_plan(model, kept), chosen)
     total = rows_of(batch) if rows is None else rows
     _check(gpus, total, top)
     if unknown := [name for name in reduce if name not in DTYPES]:
@@ -107,6 +109,14 @@ def autoplan(
     if not fitting:
         raise _nothing_fits(outcome, limits, subject)
     return _Ranker(subject, limits, outcome, fitting, name).ranking(top, confirm)
+
+
+def _with_fusion(kept: Plan, merged: Plan, hardware: Hardware) -> Plan:
+    """What every plan keeps, and whether it fuses: a plan is compiled as it was predicted, wherever the model lies.
+    `merged` are the model's own plans and what is kept."""
+    if merged.fuse.enabled is not None or merged.symbols:
+        return kept
+    return kept.merge(Plan.of(fuse=(merged.hardware.value.device or hardware.device) == "gpu"))
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -263,8 +263,8 @@ def test_a_plan_chooses() -> None:
         ({"templates": [3]}, "no template '3'", "known are add_layer_norm"),
         ({"templates": {"layer_norm": 1}}, "should be a list of names, not {'layer_norm': 1}", "write templates: ["),
         ({"templates": None}, "should be a list of names, not None", "templates: [] for none"),
-        ({"enabled": "maybe"}, "'fuse.enabled' should be true or false, not 'maybe'", "write enabled: true"),
-        ({"enabled": None}, "'fuse.enabled' should be true or false, not None", "write enabled: true"),
+        ({"enabled": "maybe"}, "'fuse.enabled' should be true, false or auto, not 'maybe'", "write enabled: true"),
+        ({"enabled": None}, "'fuse.enabled' should be true, false or auto, not None", "write enabled: true"),
         *(
             ({"templates": [name]}, f"no template '{name}'", f"kernels_triton.ops.{name} is a plain function")
             for name in ops.__all__

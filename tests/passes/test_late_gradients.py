@@ -65,7 +65,8 @@ def large(name: str, layers: int, *, sequence: bool = False) -> shardc.Program:
     sizes = replace(SIZES[name], layers=layers)
     with torch.device("meta"):
         model, ids = sizes.model(), torch.zeros(2 if sizes.gated else 4, sizes.sequence, dtype=torch.long)
-    plan = {"mesh": "tp=4", "params": COLUMNS, "hardware": "h200-nvlink", **(SEQUENCE if sequence else {})}
+    plan = {"mesh": "tp=4", "params": COLUMNS, "hardware": "h200-nvlink", "fuse": False}
+    plan |= SEQUENCE if sequence else {}
     return shardc.compile(model, {"tokens": ids, "targets": ids}, plan=plan)
 
 

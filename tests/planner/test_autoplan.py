@@ -198,6 +198,24 @@ def test_plans_compile_and_verify(keep: dict[str, object]) -> None:
     assert "compiled" in ranking.best.basis
 
 
+@pytest.mark.parametrize(
+    ("hardware", "keep", "fuse"),
+    [("h200", {}, True), ("h200", {"fuse": False}, False), ("h200", {"hardware": "cpu-gloo"}, False)],
+    ids=str,
+)
+def test_a_plan_fuses_as_it_was_predicted(hardware: str, keep: dict[str, object], fuse: bool) -> None:
+    """Read from its file it is the program that was predicted, whatever device the model lies on."""
+    model, batch = llama(32, 2, "cpu"), tokens(8, 16, "cpu")
+    kept = {"mesh": "dp=4", "recompute": "none", **keep}
+    ranking = shardc.autoplan(model, batch, gpus=4, hardware=hardware, keep=kept, precision=None, top=1)
+    plan = Plan.parse(ranking.best.yaml())
+    assert plan.fuse.enabled is fuse
+    program = shardc.compile(model, batch, plan=plan, optimizer=adamw(model))
+    assert any("fused" in str(call.target) for call in program.body.calls()) == fuse
+    assert ranking.best.basis == "compiled and predicted as a step of the whole model"
+    assert ranking.best.step_ms == pytest.approx(program.predict(hardware).step_ms, rel=1e-9)
+
+
 def test_a_split_backward_that_recomputes_is_predicted() -> None:
     """A part may let go of a value that its graph does not read."""
     placed = {f"**.{n}_proj.weight": "tp, -" for n in ("q", "k", "v", "gate", "up")}

@@ -308,10 +308,11 @@ def test_a_file_of_everything_that_was_measured(tmp_path: Path) -> None:
     assert hardware.collective_seconds("all_gather", 2**20, Group((4,))) == pytest.approx(50e-6 + 2**20 / 1e9, rel=1e-3)
     assert path.read_text().startswith("# a title\n")
     assert not hardware.tables.products[0].tiles[1:]
-    assert hardware.unaligned_slowdown == 1
+    assert (hardware.device, hardware.unaligned_slowdown) == ("cpu", 1)
     path.write_text(hardware_text([{**machine, "device": "cuda", "units": 132}, *rows[1:]], []))
     assert files.read_file(path).tables.products[0].units == 132
     assert files.read_file(path).unaligned_slowdown == DEFAULT.unaligned_slowdown
+    assert files.read_file(path).device == "gpu"
 
 
 # ---------------------------------------------------------------------- files

@@ -140,7 +140,7 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
     machine: Row = next((row for row in rows if row["kind"] == "machine"), unknown)
     like = ProductRate(dtypes=(), flops_per_second=1e14, units=machine["units"], tiles=TILES)
     fitted = tables(rows, like if machine["units"] > 1 else None)
-    told: dict[str, Any] = quantities(rows, fitted)
+    told: dict[str, Any] = {"device": "gpu" if machine["device"] == "cuda" else "cpu", **quantities(rows, fitted)}
     told["network_bytes_per_second"] = told.get("link_bytes_per_second", Hardware().network_bytes_per_second)
     if rates := [told[name] for name in DTYPES if name in told]:
         told["peak_flops_per_second"] = max(rates)
@@ -153,6 +153,7 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
         told["unaligned_slowdown"] = 1
         told["host_bytes_per_second"] = told.get("memory_bytes_per_second", Hardware().host_bytes_per_second) / 2
     sources = dict.fromkeys(told, "measured") | {
+        "device": "programs for a gpu have kernels, unless their plan says fuse: false",
         "peak_flops_per_second": "of MFU: the best rate that was measured",
         "network_bytes_per_second": "not measured: as inside the node",
         "fp8_flops_per_second": "not measured: as bfloat16",

@@ -25,6 +25,8 @@ def hardware_yaml(quantities: Mapping[str, Any], sources: Mapping[str, str], tit
     lines = [f"# {line}".rstrip() for line in title]
     if "like" in quantities:
         lines.append(f"like: {quantities['like']}")
+    if "device" in quantities:
+        lines.append(_with_source(f"device: {quantities['device']}", sources.get("device")))
     lines += [
         _with_source(f"{name}: {_flow(quantities[name])}", sources.get(name)) for name in RANGES if name in quantities
     ]
