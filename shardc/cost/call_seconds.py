@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import fx
 
@@ -27,6 +27,7 @@ from kernels_triton.generated.op import FUSED
 from kernels_triton.ir.kernel import Kernel
 from kernels_triton.match.op import kernel_of
 from shardc.cost.cache import Cache
+from shardc.cost.decomposed import decomposed_cost
 from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, node_flops
 from shardc.ir.collectives import Collective, collective
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
@@ -44,9 +45,7 @@ from shardc.ir.storages import Layouts, Operand, layouts, unread_bytes, yields
 Kind = Literal[
     "product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "host copy", "view"
 ]
-KINDS: tuple[Kind, ...] = (
-    *("product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "host copy", "view"),
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 COMPUTE = ""  # the name of the stream of all that is no collective
 
 
@@ -119,7 +118,8 @@ class _Costs:
 
     def of(self, node: fx.Node) -> CallCost:
         if (moved := collective(self.graph, node)) is not None:
-            return self._collective(node, moved)
+            decomposed = decomposed_cost(self.graph, node, moved, self.hardware, self.mesh)
+            return CallCost("product", *decomposed, moved=moved) if decomposed else self._collective(node, moved)
         if node.target in HOST_COPIES:
             return self._host_copy(node)
         name = op_name(node.target)
