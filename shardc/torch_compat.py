@@ -15,6 +15,7 @@ import operator
 import os
 import pickle
 import sys
+import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -1044,6 +1045,43 @@ def reduce_scatter_into(group: Any, op: Any) -> Callable[[Tensor, Tensor], Any]:
     options.reduceOp, options.asyncOp = op, True
     scatter: Any = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return lambda out, x: scatter(out, x, options)
+
+
+def reaches_peers(group: Any, device: torch.device) -> bool:
+    """Whether the GPUs of an NCCL group reach each other's memory, as torch's decomposed products need it: they are of
+    one host, of which this process sees them all."""
+    import torch.distributed as dist
+
+    if device.type != "cuda" or dist.get_backend(group) != "nccl":
+        return False
+    ranks, devices = dist.get_process_group_ranks(group), torch.cuda.device_count()
+    a_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if a_host > devices or len({rank // a_host for rank in ranks}) > 1:
+        return False
+    own = torch.empty(0, device=device).device.index  # also of a device that says none
+    return all(torch.cuda.can_device_access_peer(own, other) for other in range(devices) if other != own)
+
+
+def register_shared_memory(group: Any) -> str:
+    """The name of a group by which decomposed products know it. Torch 2.13 registers groups itself, and warns of the
+    call that older ones need."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        getattr(symmetric, "enable_symm_mem_for_group")(group.group_name)  # noqa: B009  (pyright knows it as deprecated)
+    return group.group_name
+
+
+def gathered_products(x: Tensor, ws: Sequence[Tensor], dim: int, group: str) -> tuple[Tensor, list[Tensor]]:
+    """`x` gathered along a dim over a group, and its products with `ws`, [in, out], in pieces: one is multiplied while
+    others are on their way. The call is torch's own, and public nowhere."""
+    return torch.ops.symm_mem.fused_all_gather_matmul(x, list(ws), dim, group, return_A=True)
+
+
+def scattered_product(x: Tensor, w: Tensor, dim: int, group: str) -> Tensor:
+    """`x w`, of w as [in, out], added up over a group, of which each rank has its part of a dim, in pieces."""
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", dim, group)
 
 
 def all_reduce_over(group: Any, op: Any) -> Callable[[Tensor], Any]:

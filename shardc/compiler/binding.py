@@ -26,6 +26,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import CACHE
 from shardc.ir.placement import P
 from shardc.passes.communication.bucket import Bucket
+from shardc.passes.communication.decompose import Decompose
 from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.communication.split_batch import SplitBatch
@@ -81,6 +82,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options, split: Iterabl
         split=SplitBatch(plan.overlap.split > 1 and bool(split), frozenset(split), hardware, by_time=not plan.symbols),
         align=Align(plan.align, hardware),
         late=LateGradients(plan.overlap.late_gradients, hardware, by_time=not plan.symbols),
+        decompose=Decompose(plan.overlap.decompose, any_size=bool(plan.symbols)),
         bucket=Bucket(plan.bucket_bytes),
         prefetch=Prefetch(plan.overlap.prefetch),
         fuse=Fuse(bool(plan.fuse.enabled), plan.fuse.left, plan.fuse.templates, hardware),

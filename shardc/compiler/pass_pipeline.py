@@ -21,6 +21,7 @@ from shardc.passes.bias_products import BiasProducts
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
+from shardc.passes.communication.decompose import Decompose
 from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.prefetch import Prefetch
@@ -84,6 +85,7 @@ class Options:
     split: SplitBatch = field(default_factory=SplitBatch)
     align: Align = field(default_factory=Align)
     late: LateGradients = field(default_factory=LateGradients)
+    decompose: Decompose = field(default_factory=Decompose)
     bucket: Bucket = field(default_factory=Bucket)
     prefetch: Prefetch = field(default_factory=Prefetch)
     fuse: Fuse = field(default_factory=lambda: Fuse(enabled=False))
@@ -137,6 +139,7 @@ def call_passes(options: Options) -> list[Pass]:
         Overlap(options.hardware),
         options.late,
         SumProducts(),
+        options.decompose,
         options.bucket,
         options.prefetch,
         BiasProducts(options.fuse.enabled),

@@ -5,6 +5,7 @@
     wait   %dx.sum
 
 A collective without any is exposed: compute stands still until it has ended. How long others cover, a prediction says.
+One that is decomposed (`ir.ops.decomposed`) has its own product beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shardc.cost.flops import PRODUCTS
 from shardc.cost.streams import steps_of
 from shardc.ir.collectives import collective
 from shardc.ir.graph import Graph, Phase, info, op_name
+from shardc.ir.ops.decomposed import DECOMPOSED
 
 
 class Beside(NamedTuple):
@@ -37,7 +39,8 @@ def beside(graph: Graph) -> list[Beside]:
         if action.kind == "begin":
             under_way[node] = []
         elif sent is not None and action.kind in ("run", "wait"):
-            rows.append(Beside(node, sent.kind, info(node).phase, tuple(under_way.pop(node, ()))))
+            own = (node,) if node.target in DECOMPOSED else ()
+            rows.append(Beside(node, sent.kind, info(node).phase, tuple(under_way.pop(node, own))))
         elif action.kind == "run" and op_name(node.target) in PRODUCTS:
             for products in under_way.values():
                 products.append(node)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import fx
 
@@ -27,6 +27,7 @@ from kernels_triton.ir.kernel import Kernel
 from kernels_triton.match.op import kernel_of
 from shardc.cost.aten_kernels import COPIES, LAUNCHES, READS, REDUCTIONS, ROW_HELD, SELECTED, SHARES, WIDENING
 from shardc.cost.cache import Cache
+from shardc.cost.decomposed import decomposed_cost
 from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, node_flops
 from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.collectives import Collective, collective
@@ -45,9 +46,7 @@ from shardc.ir.storages import Layouts, Operand, layouts, unread_bytes, yields
 Kind = Literal[
     "product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "host copy", "view"
 ]
-KINDS: tuple[Kind, ...] = (
-    *("product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "host copy", "view"),
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 REGISTER_COLS = 16384  # a generated kernel reads longer rows once for each reduction
 COMPUTE = ""  # the name of the stream of all that is no collective
 
@@ -121,7 +120,8 @@ class _Costs:
 
     def of(self, node: fx.Node) -> CallCost:
         if (moved := collective(self.graph, node)) is not None:
-            return self._collective(node, moved)
+            decomposed = decomposed_cost(self.graph, node, moved, self.hardware, self.mesh)
+            return CallCost("product", *decomposed, moved=moved) if decomposed else self._collective(node, moved)
         if node.target in HOST_COPIES:
             return self._host_copy(node)
         name = op_name(node.target)

@@ -128,6 +128,8 @@ COUNTS: dict[str, Callable[[Arguments, Shape], int]] = {
     "shardc.linear": lambda a, y: 2 * math.prod(y) * a["x"][-1],
     "shardc.linear_bias": lambda a, y: 2 * math.prod(y) * a["x"][-1],
     "shardc.linear_dgrad": lambda a, y: 2 * math.prod(y) * a["g"][-1],
+    "shardc.gather_linear": lambda a, y: sum(2 * math.prod(a["shape"][:-1]) * math.prod(w) for w in a["ws"]),
+    "shardc.linear_scatter": lambda a, y: 2 * math.prod(a["x"][:-1]) * math.prod(a["w"]),
     "shardc.linear_wgrad": lambda a, y: 2 * math.prod(a["x"]) * a["g"][-1],
     "shardc.scaled_linear": lambda a, y: 2 * math.prod(y) * a["x"][-1],
     "shardc.scaled_linear_dgrad": lambda a, y: 2 * math.prod(y) * a["g"][-1],

@@ -27,8 +27,9 @@ from shardc.explain.ring import MERGED, MERGES, PUT_IN, ring_trails
 from shardc.explain.what_if import Change, Cost, compiled, measure, removals
 from shardc.ir.collectives import Collective, bucket_of, collective, human_bytes, member, members
 from shardc.ir.diagnostic import did_you_mean, error
-from shardc.ir.graph import Graph, info, type_of
+from shardc.ir.graph import Graph, info, results, type_of
 from shardc.ir.hardware import Hardware
+from shardc.ir.ops.decomposed import GATHER_LINEAR, LINEAR_SCATTER
 from shardc.ir.ops.exchange import EXCHANGES, ROW_MOVES
 from shardc.ir.placement import Placement
 from shardc.ir.program import Program
@@ -155,7 +156,14 @@ def explain(program: Program, value: str | int, *, seconds: float = SECONDS) -> 
 
 
 def _beside(program: Program, node: fx.Node) -> str:
-    """The products that run between where a collective, or its bucket, begins and where it is waited for."""
+    """The products that run between where a collective, or its bucket, begins and where it is waited for; or in which
+    it is."""
+    if node.target is GATHER_LINEAR:
+        names = [f"%{info(v).name}" for v in results(node)[:-1] if v is not None]
+        what = "the products that gather their operand" if len(names) > 1 else "the product that gathers its operand"
+        return f"{what} piece by piece: {', '.join(names)}"
+    if node.target is LINEAR_SCATTER:
+        return f"the product that scatters its result piece by piece: %{info(node).name}"
     if Plan.parse(program.plan.get("text", "")).pipeline is not None:
         return ""  # whose graphs are the stages'
     sender = info(node).name if collective(program.body, node) is not None else bucket_of(node)

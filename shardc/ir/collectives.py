@@ -47,6 +47,8 @@ KINDS: dict[str, CollectiveKind] = {
     "shardc.exchange_counts": "all_to_all",
     "shardc.dispatch_rows": "all_to_all",
     "shardc.combine_rows": "all_to_all",
+    "shardc.gather_linear": "all_gather",
+    "shardc.linear_scatter": "reduce_scatter",
 }
 
 
@@ -155,7 +157,10 @@ def member(graph: Graph, value: fx.Node) -> Collective:
 
 def _payload(graph: Graph, kind: CollectiveKind, args: dict[str, Any], node: fx.Node, group: int) -> int:
     """n in bytes. The side whose chunks are even by construction is the one that tells it exactly."""
-    operand_bytes, result_bytes = type_of(args["x"]).local_bytes(graph.mesh), type_of(node).local_bytes(graph.mesh)
+    about = info(node)
+    result_type = about.results[0] if about.type is None else about.type  # of `linear_scatter`, a rank's rows
+    assert result_type is not None
+    operand_bytes, result_bytes = type_of(args["x"]).local_bytes(graph.mesh), result_type.local_bytes(graph.mesh)
     if kind == "all_gather":
         return operand_bytes * group
     if kind == "reduce_scatter":

@@ -28,6 +28,7 @@ from shardc.ir.call_slots import CallSlots, SlottedCalls
 from shardc.ir.graph import info
 from shardc.ir.ops.buckets import UNPACK
 from shardc.ir.ops.collectives import COLLECTIVES, all_reduce, reduce_scatter
+from shardc.ir.ops.decomposed import DECOMPOSED
 
 AHEAD = 8
 IN_FLIGHT = 8
@@ -161,7 +162,9 @@ def times_of(actions: Sequence[Action], calls: int) -> Times:
 
 
 def _overlaps(call: CallSlots) -> bool:
-    return call.node.target in COLLECTIVES and len(call.yields) == 1 and _result(call) not in call.free
+    """Whether a call is a collective that others run beside: one that is decomposed has its own product beside it."""
+    begins = call.node.target in COLLECTIVES and call.node.target not in DECOMPOSED
+    return begins and len(call.yields) == 1 and _result(call) not in call.free
 
 
 def _result(call: CallSlots) -> int:

@@ -37,7 +37,9 @@ from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.attention_keys import MERGE_LSE, MERGE_PARTS, PACK_PART, SPLIT_PARTS, WEIGH_PART
 from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SUM_KEYS
 from shardc.ir.ops.buckets import PACK, UNPACK
+from shardc.ir.ops.decomposed import GATHER_LINEAR, LINEAR_SCATTER
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
+from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD
 from shardc.ir.ops.local import told
 from shardc.ir.ops.pick import PICK_ROWS, PLACE_ROWS
 from shardc.ir.ops.scan_parts import SCAN_PART
@@ -331,24 +333,28 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
     """For a collective or a slice: its arguments and its operand's placement determine the placement of its result."""
     args, after = given(node), result_types[0]
     before = type_of(args["x"])
-    axes: Axes = mesh.resolve(args["axes"])
     assert after is not None
     if is_flat(node):
-        return _flat_moved(node, before, after, mesh, axes)
+        return _flat_moved(node, before, after, mesh, mesh.resolve(args["axes"]))
+    return _move_faults(node.target, args, before, after, mesh)
+
+
+def _move_faults(op: Any, args: dict[str, Any], before: TensorType, after: TensorType, mesh: Mesh) -> list[str]:
+    axes: Axes = mesh.resolve(args["axes"])
     placement, pending = list(before.placement), dict(before.partial)
     if "atoms" in args and list(args["atoms"]) != list(before.local_atoms(mesh)):
         return [f"atoms are {list(before.local_atoms(mesh))}, not {args['atoms']}"]
     for name in ("pos", "split", "concat"):
         if name in args and not 0 <= args[name] < len(placement):
             return [f"{name} is {args[name]}, of {len(placement)} atoms"]
-    if node.target in (collectives.all_reduce, collectives.reduce_scatter):
+    if op in (collectives.all_reduce, collectives.reduce_scatter):
         lacking = [axis for axis in axes if pending.pop(axis, None) != args["op"] or args["op"] == SOFTMAX]
         if lacking:
             return [f"reduces by {args['op']} over {', '.join(lacking)}, pending is {_listed(before.partial)}"]
     elif set(axes) & before.partial_axes:
         return [f"moves what is pending over {', '.join(sorted(set(axes) & before.partial_axes))}"]
-    if node.target in (local.slice_blocks, collectives.gather_blocks):
-        slices = node.target is local.slice_blocks
+    if op in (local.slice_blocks, collectives.gather_blocks):
+        slices = op is local.slice_blocks
         if not slices and placement[args["pos"]][-len(axes) :] != axes:
             return [f"gathers over {'.'.join(axes)} what lies over {'.'.join(placement[args['pos']]) or 'no axis'}"]
         was = placement[args["pos"]]
@@ -358,12 +364,12 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
         declared = (args["counts"], args["units"], list(args.get("reverse") or ()))
         if not isinstance(size, Blocks) or declared != told(size.local(unsplit, mesh)):
             return [f"takes {args['counts']} pieces of {args['units']} for the blocks of {size}"]
-    elif node.target in (collectives.reduce_scatter, local.shard_slice):
+    elif op in (collectives.reduce_scatter, local.shard_slice):
         if (wrong := _other_blocks(args, before, args["pos"], placement[args["pos"]], mesh)) is not None:
             return [wrong]
         placement[args["pos"]] += axes
-    elif node.target in (collectives.all_gather, collectives.all_to_all):
-        source = args["pos"] if node.target is collectives.all_gather else args["concat"]
+    elif op in (collectives.all_gather, collectives.all_to_all):
+        source = args["pos"] if op is collectives.all_gather else args["concat"]
         if placement[source][-len(axes) :] != axes:
             return [f"gathers over {'.'.join(axes)} what lies over {'.'.join(placement[source]) or 'no axis'}"]
         placement[source] = placement[source][: -len(axes)]
@@ -376,11 +382,11 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
             if name in args and args[name] != moved
         ):
             return [f"moves the blocks of {before} side by side"]
-        if node.target is collectives.all_to_all:
+        if op is collectives.all_to_all:
             placement[args["split"]] += axes
         if args["size"] != local_size(before.atoms[source].size, placement[source], mesh):
             return [f"gathers {args['size']} elements of {before.atoms[source]}"]
-    elif node.target is collectives.permute_ranks:
+    elif op is collectives.permute_ranks:
         ends = [i for i, now in enumerate(placement) if now == axes[:1] or (len(axes) == 2 and now[-2:] == axes)]
         if len(axes) != 2 or len(ends) != 1:
             return [f"permutes ranks of {'.'.join(axes)} as nothing lies"]
@@ -394,6 +400,40 @@ def _moved(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh)
         return [f"shards by {'.'.join(axes)} what lies over it already"]
     want = before.place(placement, pending.items())
     return [] if want == after else [f"yields {want}, the result says {after}"]
+
+
+def _gathered_product(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """The faults of the gather, then those of each product with what it yields."""
+    args, (*_, whole) = given(node), info(node).results
+    x, ws = type_of(args["x"]), list(map(type_of, args["ws"]))
+    if whole is None or len(result_types) != len(ws) + 1 or len(args["turned"]) != len(ws):
+        return [f"multiplies by {len(ws)} matrices, {len(args['turned'])} of them turned or not"]
+    if result_types[-1] not in (None, whole):
+        return [f"yields {whole}, the result says {result_types[-1]}"]
+    if wrong := _move_faults(collectives.all_gather, args, x, whole, mesh):
+        return wrong
+    products = zip(ws, args["turned"], result_types, info(node).results, strict=False)
+    faults = [_product_faults(whole, w, turned, shown, declared, mesh) for w, turned, shown, declared in products]
+    return [fault for each in faults for fault in each]
+
+
+def _scattered_product(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """The faults of the product, then those of the reduction of what it yields."""
+    args, declared = given(node), info(node).results
+    rows, product = declared if len(declared) == 2 else (None, None)
+    if rows is None or product is None:
+        return [f"yields {len(declared)} results"]
+    x, w, shown = type_of(args["x"]), type_of(args["w"]), [m or e for m, e in zip(result_types, declared, strict=True)]
+    wrong = _product_faults(x, w, args["turned"], shown[1], product, mesh)
+    return wrong or _move_faults(collectives.reduce_scatter, args, product, shown[0] or rows, mesh)
+
+
+def _product_faults(
+    x: TensorType, w: TensorType, turned: bool, shown: TensorType | None, declared: TensorType | None, mesh: Mesh
+) -> list[str]:
+    op = LINEAR if turned else LINEAR_DGRAD
+    names = tuple(argument.name for argument in schema_of(op).arguments)
+    return list(_by_rule(op, names, (_Slot(0), _Slot(1)), (x, w), (shown,), (declared,), mesh))
 
 
 def _other_blocks(args: dict[str, Any], before: TensorType, pos: int, axes: Axes, mesh: Mesh) -> str | None:
@@ -577,6 +617,8 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **dict.fromkeys(STANDS_FOR, _keys_faults),
     **dict.fromkeys((MERGE_LSE, MERGE_PARTS), merge_faults),
     WEIGH_PART: weigh_faults,
+    GATHER_LINEAR: _gathered_product,
+    LINEAR_SCATTER: _scattered_product,
     **dict.fromkeys(SCAN_PARTS, _scan_faults),
     PACK_PART: pack_faults,
     SPLIT_PARTS: split_faults,

@@ -376,12 +376,11 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "localize": (no_axis_twice, outputs_as_asked, groups_agree),
     "split_batch": (no_axis_twice, outputs_as_asked, groups_agree),
     "align": (no_axis_twice, outputs_as_asked),
-    "overlap": (no_axis_twice, outputs_as_asked, groups_agree),
-    "late_gradients": (no_axis_twice, outputs_as_asked, groups_agree),
-    "bucket": (no_axis_twice, outputs_as_asked, buckets_match),
-    "prefetch": (no_axis_twice, outputs_as_asked, buckets_match),
-    "offload": (no_axis_twice, outputs_as_asked, buckets_match),
-    "offload_states": (no_axis_twice, outputs_as_asked, buckets_match),
+    **dict.fromkeys(("overlap", "late_gradients"), (no_axis_twice, outputs_as_asked, groups_agree)),
+    "decompose": (no_axis_twice, outputs_as_asked),
+    **dict.fromkeys(
+        ("bucket", "prefetch", "offload", "offload_states"), (no_axis_twice, outputs_as_asked, buckets_match)
+    ),
     "online_softmax": (no_axis_twice, outputs_as_asked),
 }
 
@@ -390,6 +389,7 @@ PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "align": (same_interface, collectives_in_order),
     "overlap": (same_interface, same_calls),
     "late_gradients": (same_interface, same_calls),
+    "decompose": (same_interface,),
     "bucket": (same_interface,),
     "prefetch": (same_interface, same_calls, collectives_in_order),
     "pick_columns": (same_interface, collectives_in_order),

@@ -11,19 +11,22 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
 from shardc.ir.microbatch import HALVES
 from shardc.plan.values import FrozenValue, source_of
 
-FLAGS = ("late_gradients", "prefetch")
+FLAGS = ("late_gradients", "prefetch")  # which are on by default
+WORDS = (*FLAGS, "decompose")
 
 
 class Overlapping(FrozenValue):
     """`late_gradients`: products that make gradients of weights run behind the collectives of backward; see
     passes/communication/late_gradients.py. `prefetch`: what gathers of parameters send is made when they may begin; see
     passes/communication/prefetch.py. `split`: in how many parts the batch runs, interleaved, 1 or 2; see
-    passes/communication/split_batch.py. In short: false, which is nothing of this, or true, which leaves the batch
-    whole."""
+    passes/communication/split_batch.py. `decompose`: whether products gather their operands, or scatter their results,
+    piece by piece; see passes/communication/decompose.py. In short: false, which is nothing of this, or true, which
+    leaves the batch and the products whole."""
 
     late_gradients: bool = True
     prefetch: bool = True
     split: int = 1
+    decompose: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -41,7 +44,7 @@ class Overlapping(FrozenValue):
             if key == "split" and not (type(said) is int and said in (1, HALVES)):
                 hint = f"write overlap: {{split: {HALVES}}}, or leave it out; accumulate takes any number"
                 raise _located(f"'overlap.split' should be 1 or {HALVES}, not {said!r}", info, "split", hint=hint)
-            if key in FLAGS and not isinstance(said, bool):
+            if key in WORDS and not isinstance(said, bool):
                 raise _located(f"'overlap.{key}' should be true or false, not {said!r}", info, str(key))
         return cast(Any, value)
 
@@ -52,7 +55,8 @@ class Overlapping(FrozenValue):
     def dumped(self) -> object:
         """As plain data, in its short form; None where it is the default."""
         off = {name: False for name in FLAGS if not getattr(self, name)}
-        said = {**off, **({"split": self.split} if self.split > 1 else {})}
+        said: dict[str, object] = {**off, **({"split": self.split} if self.split > 1 else {})}
+        said |= {"decompose": True} if self.decompose else {}
         return False if len(off) == len(FLAGS) and len(said) == len(off) else said or None
 
 

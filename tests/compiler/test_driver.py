@@ -50,8 +50,8 @@ def test_every_step_of_a_compile_is_watched() -> None:
         *("normalize", "imply_masks", "group_experts", "limit_experts", "quantize", "accumulate", "join_loads"),
         "append_updates",
     ]
-    assert order[-12:] == [
-        *("align", "overlap", "late_gradients", "sum_products", "bucket", "prefetch", "bias_products"),
+    assert order[-13:] == [
+        *("align", "overlap", "late_gradients", "sum_products", "decompose", "bucket", "prefetch", "bias_products"),
         *("pick_columns", "merge_updates", "fuse", "offload", "offload_states"),
     ]
     assert {len(graphs) for graphs in seen.values()} == {1}

@@ -260,6 +260,8 @@ def test_every_collective_is_known_to_the_simulator() -> None:
     rows = {"exchange_counts", "dispatch_rows", "combine_rows"}
     assert names == {
         "all_reduce",
+        "gather_linear",
+        "linear_scatter",
         "all_gather",
         "gather_blocks",
         "reduce_scatter",

@@ -190,6 +190,7 @@ def test_the_pass_runs_before_kernels_are_made() -> None:
         "overlap",
         "late_gradients",
         "sum_products",
+        "decompose",
         "bucket",
         "prefetch",
         "bias_products",

@@ -40,6 +40,7 @@ from shardc.passes.bias_products import BiasProducts
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
+from shardc.passes.communication.decompose import Decompose
 from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.communication.overlap import Overlap
 from shardc.passes.communication.prefetch import Prefetch
@@ -145,6 +146,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "overlap": Overlap,
     "late_gradients": LateGradients,
     "sum_products": SumProducts,
+    "decompose": Decompose,
     "bucket": Bucket,
     "prefetch": Prefetch,
     "bias_products": BiasProducts,

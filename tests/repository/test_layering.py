@@ -24,15 +24,14 @@ FLOORS: list[dict[str, str]] = [
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
             collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
             group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops
-            ops.accumulate ops.adamw ops.assumed ops.attention ops.attention_heads ops.attention_keys
-            ops.attention_rows ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets
-            ops.carried_states ops.channel_sums ops.check_index ops.collectives ops.columns ops.context
-            ops.cpu_attention ops.ctc ops.cumulative ops.cumulative_extremes ops.exchange ops.expert_capacity
-            ops.experts ops.extreme ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo
-            ops.host_copies ops.kernels ops.linear ops.local ops.mirror ops.pick ops.scaled ops.scan ops.scan_body
-            ops.scan_parts ops.scan_steps ops.shift ops.softmax ops.squares ops.step_runs ops.streams ops.take
-            ops.windows overlap overlap_schedule parse placement plain program provenance python schema slowdowns
-            storages text trees types verify version
+            ops.accumulate ops.adamw ops.assumed ops.attention ops.attention_heads ops.attention_keys ops.attention_rows
+            ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums
+            ops.check_index ops.collectives ops.columns ops.context ops.cpu_attention ops.ctc ops.cumulative
+            ops.cumulative_extremes ops.decomposed ops.exchange ops.expert_capacity ops.experts ops.extreme
+            ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.host_copies ops.kernels ops.linear
+            ops.local ops.mirror ops.pick ops.scaled ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift
+            ops.softmax ops.squares ops.step_runs ops.streams ops.take ops.windows overlap overlap_schedule parse
+            placement plain program provenance python schema slowdowns storages text trees types verify version
         """,
     },
     {
@@ -80,7 +79,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.cost": """
-            __init__ beside cache call_seconds failures flops memory prediction prediction_trace profile streams
+            __init__ beside cache call_seconds decomposed failures flops memory prediction prediction_trace profile
+            streams
         """,
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning
@@ -93,24 +93,24 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.passes": """
             __init__ accumulate attention_keys attention_rows base bias_products carried_states communication
-            communication.bucket communication.causes communication.combine communication.late_gradients
-            communication.overlap communication.prefetch communication.report_gathers communication.split_batch context
-            context.attention_times context.divide_attention context.divided_heads context.merge_keys
-            context.pack_parts cumulative_rows exchanged_rows fusion fusion.analysis fusion.analysis.access
-            fusion.analysis.constant_values fusion.analysis.iteration_space fusion.analysis.space_cache
-            fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering fusion.clustering.batch_norms
-            fusion.clustering.cluster fusion.clustering.cluster_dag fusion.clustering.clustering
-            fusion.clustering.critical_collectives fusion.clustering.excluded fusion.clustering.fusion_graph
-            fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity fusion.clustering.producer_inlining
-            fusion.clustering.rematerialize fusion.clustering.repair fusion.emit fusion.emit.emit
-            fusion.emit.kernel_builder fusion.fuse fusion.lowering fusion.lowering.activations fusion.lowering.common
-            fusion.lowering.concat_slice fusion.lowering.functions fusion.lowering.group_norms fusion.lowering.integers
-            fusion.lowering.lower_op fusion.lowering.lowered_op fusion.lowering.lowering_cache fusion.lowering.padding
-            fusion.lowering.quotients fusion.lowering.reductions fusion.lowering.softmaxes fusion.lowering.special
-            fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types memory memory.copy_schedule
-            memory.offload memory.offload_states memory.recompute memory.recompute_choice memory.recompute_liveness
-            memory.rerun_cost merge_updates normalize normalize.affine_positions normalize.decompositions
-            normalize.decompositions.batch_norm normalize.decompositions.canonical
+            communication.bucket communication.causes communication.combine communication.decompose
+            communication.late_gradients communication.overlap communication.prefetch communication.report_gathers
+            communication.split_batch context context.attention_times context.divide_attention context.divided_heads
+            context.merge_keys context.pack_parts cumulative_rows exchanged_rows fusion fusion.analysis
+            fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
+            fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
+            fusion.clustering.batch_norms fusion.clustering.cluster fusion.clustering.cluster_dag
+            fusion.clustering.clustering fusion.clustering.critical_collectives fusion.clustering.excluded
+            fusion.clustering.fusion_graph fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity
+            fusion.clustering.producer_inlining fusion.clustering.rematerialize fusion.clustering.repair fusion.emit
+            fusion.emit.emit fusion.emit.kernel_builder fusion.fuse fusion.lowering fusion.lowering.activations
+            fusion.lowering.common fusion.lowering.concat_slice fusion.lowering.functions fusion.lowering.group_norms
+            fusion.lowering.integers fusion.lowering.lower_op fusion.lowering.lowered_op fusion.lowering.lowering_cache
+            fusion.lowering.padding fusion.lowering.quotients fusion.lowering.reductions fusion.lowering.softmaxes
+            fusion.lowering.special fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types memory
+            memory.copy_schedule memory.offload memory.offload_states memory.recompute memory.recompute_choice
+            memory.recompute_liveness memory.rerun_cost merge_updates normalize normalize.affine_positions
+            normalize.decompositions normalize.decompositions.batch_norm normalize.decompositions.canonical
             normalize.decompositions.cross_entropy normalize.decompositions.embedding_bag
             normalize.decompositions.indexing normalize.decompositions.losses normalize.decompositions.masked_scatter
             normalize.decompositions.matmul normalize.decompositions.reductions normalize.decompositions.table
@@ -145,10 +145,10 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.runtime.execute": """
-            __init__ arena batch body_code bucket_buffer call_arguments call_recorder data_parts direct_call executor
-            failed_call held_views index_check instructions layout measured_timeline microbatches monitor overlap
-            peer_groups prepared_code prepared_collective prepared_linear process_end process_groups rank_record
-            signal_wakeup stage_code step_epilogue step_graph transfers written_code
+            __init__ arena batch body_code bucket_buffer call_arguments call_recorder data_parts decomposed_products
+            direct_call executor failed_call held_views index_check instructions layout measured_timeline microbatches
+            monitor overlap peer_groups prepared_code prepared_collective prepared_linear process_end process_groups
+            rank_record signal_wakeup stage_code step_epilogue step_graph transfers written_code
         """,
     },
     {

@@ -42,6 +42,7 @@ from shardc.ir.microbatch import before_microbatches, in_microbatch
 from shardc.ir.ops.attention_keys import MERGE_LSE, MERGE_PARTS
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed
 from shardc.ir.ops.collectives import gather_blocks
+from shardc.ir.ops.decomposed import DECOMPOSED
 from shardc.ir.provenance import Cause, Derivation
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, Partial, TensorType
@@ -162,8 +163,8 @@ class _Buckets:
     # ------------------------------------------------------------------ what may go
     def member(self, node: fx.Node) -> _Member | None:
         kind = KINDS.get(op_name(node.target))
-        if kind not in ("all_reduce", "all_gather", "reduce_scatter") or node.target is gather_blocks:
-            return None  # what is gathered block by block is no dim side by side
+        if kind not in ("all_reduce", "all_gather", "reduce_scatter") or node.target in (gather_blocks, *DECOMPOSED):
+            return None  # what is gathered block by block is no dim side by side; a product's is sent by the product
         args, mesh = given(node), self.graph.mesh
         if args.get("counts") or node.target in (MERGE_LSE, MERGE_PARTS):  # which merge what they gather
             return None

@@ -32,6 +32,7 @@ from shardc.ir.overlap_schedule import Action, schedule_overlap, sums_gradients
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.bucket_buffer import FlatBuffer, prepare_pack, prepare_unpack
 from shardc.runtime.execute.call_arguments import ALL_SLOTS, CallArguments, Slot, Viewed, place_argument
+from shardc.runtime.execute.decomposed_products import prepare_decomposed
 from shardc.runtime.execute.direct_call import direct_call
 from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
 from shardc.runtime.execute.held_views import HeldViews, ViewCall
@@ -212,7 +213,9 @@ class Routine:
         steps = COLLECTIVES.get(instruction.target)
         match action.kind:
             case "run":
-                run = partial(run_collective, steps) if steps else None
+                read = [position or 0 for _, position, _ in instruction.yields]
+                run = prepare_decomposed(instruction.node, self._comm, self._device, read)
+                run = run or (partial(run_collective, steps) if steps else None)
                 call = run or direct_call(instruction.target, self._device, arguments.kwargs)
                 return index, call, arguments, into, free
             case "begin":

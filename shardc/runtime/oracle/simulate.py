@@ -23,6 +23,7 @@ from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps
 from shardc.ir.ops.context import RankContext, running
+from shardc.ir.ops.decomposed import DECOMPOSED
 from shardc.ir.ops.local import AXES_READ
 from shardc.ir.types import DTYPE_NAMES, TensorType
 from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
@@ -288,18 +289,20 @@ def _meet(
             waiting[ids] = begin(rank)
         brought.append(waiting[ids][1])
     exchanged: dict[tuple[int, ...], PerRank] = {}
-    finished: dict[int, torch.Tensor] = {}
+    finished: dict[tuple[int, ...], torch.Tensor] = {}
     results: list[Any] = [None] * len(contexts)
+    multiplies = instruction.target in DECOMPOSED  # by an operand of its own, after the exchange
     for group in mesh.groups(brought[0].axes):
         key = tuple(id(brought[rank]) for rank in group)
         if key not in exchanged:
             exchanged[key] = exchange([brought[rank] for rank in group])
         for rank, received in zip(group, exchanged[key], strict=True):
-            if id(received) not in finished:
+            ended = (id(received), *(operand_ids[rank] if multiplies else ()))
+            if ended not in finished:
                 # Ranks with the same operands share a generator, but may receive different things: then start another.
                 steps, _ = waiting.pop(operand_ids[rank], None) or begin(rank)
-                finished[id(received)] = finish(steps, received)
-            results[rank] = finished[id(received)]
+                finished[ended] = finish(steps, received)
+            results[rank] = finished[ended]
     return results
 
 

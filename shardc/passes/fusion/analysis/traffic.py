@@ -17,6 +17,7 @@ from shardc.ir.graph import Graph, op_name, operands, type_of
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.ops import local
 from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.ops.decomposed import DECOMPOSED
 from shardc.ir.storages import layouts, yields
 
 aten = torch.ops.aten
@@ -52,7 +53,8 @@ def bytes_by_call(graph: Graph) -> dict[fx.Node, int]:
     for node in graph.calls():
         name = op_name(node.target)
         if name in KINDS:
-            if node.target in COLLECTIVES and (copied := sum(copied_bytes(graph, node, layout_of))):
+            overlaps = node.target in COLLECTIVES and node.target not in DECOMPOSED
+            if overlaps and (copied := sum(copied_bytes(graph, node, layout_of))):
                 bytes_moved[node] = 2 * copied
             continue
         if name in PRODUCTS or node.target is local.axis_offset:
