@@ -185,13 +185,16 @@ def _cached_program(request: Request) -> Program:
         return _kept_program(request, content)
     compilation = compiled(request)
     program = _program_of(request, compilation)
-    content = {
-        "program": program.to_plain() if place.key is not None else {},
-        "beside": {"body": beside(program.body), "reference": beside(program.reference)},
-        "uncomputed": dict(program.uncomputed),
-        "changed_attributes": sorted(compilation.traced.changed_attributes),
-    }
-    return replace(program, cached=place.write(compilation, request.mode, content) or "stored")
+
+    def content_of() -> dict[str, Any]:
+        return {
+            "program": program.to_plain(),
+            "beside": {"body": beside(program.body), "reference": beside(program.reference)},
+            "uncomputed": dict(program.uncomputed),
+            "changed_attributes": sorted(compilation.traced.changed_attributes),
+        }
+
+    return replace(program, cached=place.write(compilation, request.mode, content_of) or "stored")
 
 
 def _kept_program(request: Request, content: dict[str, Any]) -> Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +39,19 @@ class Place:
         """What `write` was given for an equal request."""
         return None if self.key is None or self.folder is None else self.folder.read(self.key.digest)
 
-    def write(self, compiled: Compiled, mode: str, content: dict[str, Any]) -> str:
-        """Keep a program; why that is not done, or an empty text."""
+    def write(self, compiled: Compiled, mode: str, content: Callable[[], dict[str, Any]]) -> str:
+        """Keep a program, where `content` gives it as plain data; why that is not done, or an empty text."""
         if self.key is None or self.folder is None:
             return self.reason
         try:
             self.key.check(compiled)
             about = {"model": self.model, "mesh": str(compiled.mesh), "mode": mode}
-            if self.folder.write(self.key.digest, about, content):
+            if self.folder.write(self.key.digest, about, content()):
                 return ""
             return f"nothing can be written to {self.folder.path}, or the program is larger than its bound"
-        except (UncacheableError, ValueError) as wrong:  # ValueError: what `marshal` cannot write
-            self.folder.note_refusal(self.model, str(wrong))
-            return str(wrong)
+        except UncacheableError as unknown:
+            reason = str(unknown)
+        except Exception as wrong:  # of a program that no file can have: it is compiled all the same
+            reason = f"{type(wrong).__name__} when it was to be written: {wrong}"
+        self.folder.note_refusal(self.model, reason)
+        return reason

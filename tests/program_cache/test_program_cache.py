@@ -164,6 +164,18 @@ def test_why_nothing_is_kept(cache: Folder) -> None:
     assert not cache.entries()
 
 
+def test_a_program_that_no_file_can_have_is_compiled_all_the_same(
+    cache: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Program) -> dict[str, Any]:
+        raise AssertionError("an argument that a graph cannot hold")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Program, "to_plain", refuse)
+        assert "an argument that" in compiled(**CASES["llama"]).cached
+    assert not cache.entries()
+
+
 # ---------------------------------------------------------------------- files
 def content_of(size: int) -> dict[str, Any]:
     return {"program": {"text": "x" * size}}
