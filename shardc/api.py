@@ -24,7 +24,7 @@ from shardc.compiler.generation import decode_request, prefill_request
 from shardc.compiler.pass_pipeline import Watch
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
-from shardc.compiler.request import Kept, Mode, Request, compiled, rows_of
+from shardc.compiler.request import Compiled, Kept, Mode, Request, compiled, rows_of
 from shardc.compiler.what_varies import header
 from shardc.cost.flops import Flops
 from shardc.explain.fusion import Explained, explain_value
@@ -33,7 +33,7 @@ from shardc.explain.transfer import cause_of
 from shardc.frontend.cached_model import Form
 from shardc.frontend.model_changes import CompiledModel, changed
 from shardc.frontend.optimizer import initial_state
-from shardc.frontend.own_values import computed_buffers
+from shardc.frontend.own_values import computed_buffers, non_persistent_buffers
 from shardc.frontend.program_inputs import complete_inputs, drawn_batch, model_state
 from shardc.frontend.program_optimizers import Optimizers, cycles_momentum, fingerprint, learning_rates, optimizers_of
 from shardc.frontend.sample_call import Call
@@ -43,10 +43,12 @@ from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.files import write_text
 from shardc.ir.gc_pause import gc_paused
-from shardc.ir.graph import info
+from shardc.ir.graph import Graph, info
+from shardc.ir.lazy_graph import LazyGraph, beside
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import SCALE, fewest_microbatches
 from shardc.ir.ops.streams import step_key
+from shardc.ir.plain import diagnostic_from_plain, graph_from_plain
 from shardc.page.content import PassRecorder, content
 from shardc.page.render import frame, render
 from shardc.partition import rank_costs
@@ -56,6 +58,7 @@ from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.type_check import unknown_ops
 from shardc.plan.schema import TOTAL, Plan
+from shardc.program_cache.place import Place
 from shardc.runtime.execute.batch import batch_inputs, describe_sample
 from shardc.runtime.execute.data_parts import data_parts_of
 from shardc.runtime.execute.index_check import IndexCheck
@@ -134,6 +137,7 @@ def compile(
     strict: bool = False,
     watch: Watch | None = None,
     mode: Mode = "train",
+    cache: bool | None = None,
 ) -> Program:
     """Compile one training step (loss and gradients) of `model`, or an evaluation, for every rank of `mesh`.
 
@@ -159,17 +163,72 @@ def compile(
     watch      a function (pass, graph, seconds), called after each pass
     mode       "eval" compiles one evaluation instead: the model as `model.eval()` makes it, its own modes left alone,
                under `no_grad`. The program returns every tensor that the model does, and a loss where there is one
+    cache      whether a program that was compiled before, of an equal model, batch, plan and so on, is taken from the
+               disk, and this one kept, where the variable SHARDC_CACHE says so ("on", or a folder); `program.cached`
+               tells. True: also where passes are watched, of which then none runs; None: unless they are
 
     Raises ShardcError with every problem found, each with a code, the line of the model or plan, and a hint.
     """
     optimizer = tuple(optimizer) if isinstance(optimizer, list) else optimizer  # as it is now
     request = Request(model, batch, mesh, plan, loss, optimizer, strict, watch, mode)
-    return _program(request)
+    if cache is None:
+        cache = watch is None
+    return _cached_program(request) if cache else _program(request)
+
+
+@gc_paused()
+def _cached_program(request: Request) -> Program:
+    """The program of a request as the cache has it; else it is compiled, and kept there."""
+    place = Place.of(request)
+    content = place.read()
+    if content is not None:
+        return _kept_program(request, content)
+    compilation = compiled(request)
+    program = _program_of(request, compilation)
+
+    def content_of() -> dict[str, Any]:
+        return {
+            "program": program.to_plain(),
+            "beside": {"body": beside(program.body), "reference": beside(program.reference)},
+            "uncomputed": dict(program.uncomputed),
+            "changed_attributes": sorted(compilation.traced.changed_attributes),
+        }
+
+    return replace(program, cached=place.write(compilation, request.mode, content_of) or "stored")
+
+
+def _kept_program(request: Request, content: dict[str, Any]) -> Program:
+    """A program of the cache, bound to a model that is equal to the one that it was compiled from."""
+    notes = [diagnostic_from_plain(d) for d in content["program"]["diagnostics"]]
+    graphs = {
+        name: LazyGraph(content["program"][name], content["beside"][name], notes if name == "body" else ())
+        for name in ("body", "reference")
+    }
+    fields = Program.fields_of({**content["program"], **graphs}, lambda graph: graph)
+    present = {name: t.detach() for name, t in non_persistent_buffers(request.model).items() if not t.is_meta}
+    fields["constants"] |= {name: t for name, t in present.items() if name in fields["constants"]}
+    attributes = frozenset(content["changed_attributes"])
+    return Program(
+        **fields,
+        model=request.model,
+        sample=request.batch,
+        loss=request.loss,
+        optimizer=request.optimizer,
+        baked=fingerprint(request.optimizer) if request.optimizer is not None else (),
+        uncomputed=content["uncomputed"],
+        compiled=CompiledModel(request.model, request.loss, {}, attributes, trains=request.trains),
+        request=request,
+        cached="hit",
+    )
 
 
 @gc_paused()
 def _program(request: Request) -> Program:
-    made, model = compiled(request), request.model
+    return _program_of(request, compiled(request))
+
+
+def _program_of(request: Request, made: Compiled) -> Program:
+    model = request.model
     buffers = computed_buffers(model)
     optimizer, traced = request.optimizer, made.traced
     program = Program(
@@ -216,6 +275,7 @@ class Program(PredictedProgram):
     _steps: dict[bool, Instances] = field(
         default_factory=dict[bool, Instances], compare=False, repr=False
     )  # by updates
+    cached: str = field(default="", compare=False, repr=False)  # "hit", "stored", or why it is not in the cache
     resizes: bool = field(default=False, compare=False, repr=False)  # other sizes are not compiled each for itself
 
     def __repr__(self) -> str:
@@ -419,8 +479,8 @@ class Program(PredictedProgram):
         return {**super().to_plain(), **more}
 
     @classmethod
-    def fields_of(cls, content: dict[str, Any]) -> dict[str, Any]:
-        found = super().fields_of(content)
+    def fields_of(cls, content: dict[str, Any], read: Callable[[Any], Graph] = graph_from_plain) -> dict[str, Any]:
+        found = super().fields_of(content, read)
         return found | {key: StagedProgram.from_plain(found[key]) for key in ("pipelined",) if key in found}
 
     def refuse_false(self) -> None:

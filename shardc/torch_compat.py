@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.fx.config
+import torch.utils._device
 from torch import Tensor, fx, nn
 from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
@@ -1415,3 +1416,24 @@ def _padded_to_16(x: Tensor) -> Tensor:
     if not any(short):
         return x
     return torch.nn.functional.pad(x.view(torch.uint8), (0, short[1], 0, short[0])).view(x.dtype)
+
+
+# ---------------------------------------------------------------------- what compiling stands on
+def storage_id(t: Tensor) -> int:
+    """A number of a tensor's memory, while that lives: on the meta device, where there is no address, too."""
+    return t.untyped_storage()._cdata
+
+
+def is_op(value: object) -> bool:
+    """Whether a value is an op of `torch.ops`, or one of its overloads."""
+    return isinstance(value, OpOverload | torch._ops.OpOverloadPacket)
+
+
+def active_modes() -> list[str]:
+    """The modes that see torch's calls now, but for a default device: `with torch.device(...)` is one."""
+    functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    dispatch = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    functorch: Any = vars(torch._C)["_functorch"]
+    transforms = ["torch.func"] if functorch.peek_interpreter_stack() is not None else []
+    device = torch.utils._device.DeviceContext
+    return [type(mode).__qualname__ for mode in (*functions, *dispatch) if not isinstance(mode, device)] + transforms

@@ -12,6 +12,8 @@ from hypothesis import settings
 
 from tests import shared_traces
 
+os.environ["SHARDC_CACHE"] = "off"  # also of processes that tests start: what is tested is what compiling does
+
 gc.disable()  # until all is imported: little of it is garbage
 
 # One process a core runs tests; more threads would only compete, and sum in another order.

@@ -108,7 +108,7 @@ def compile_target(asked: Asked, printed: Printed, *, check: bool, as_json: bool
         raise error("SC105", message, hint="write --emit json for the program, or -o FILE beside --json")
     if output is not None and printed.fold:
         raise error("SC105", "--fold is for reading: a file has every layer", hint="leave --fold or -o FILE out")
-    program, batch = compiled(asked, meta=not check, printer=printer)
+    program, batch = compiled(asked, meta=not check, printer=printer, cache=not check)
     printer.check()
     folds = _folds(printed.fold) and output is None
     if form == "text":
@@ -180,7 +180,7 @@ def timeline(asked: Asked, *, svg: Path | None, trace: Path | None, width: int, 
 
 
 def verify(asked: Asked, *, as_json: bool) -> None:
-    program, batch = compiled(asked, meta=False)
+    program, batch = compiled(asked, meta=False, cache=False)
     diagnose(program.diagnostics)
     report = _verified(program, batch)
     if as_json:
@@ -237,9 +237,15 @@ def tune(only: list[str] | None, seconds: float, output: Path | None, *, as_json
 
 # ---------------------------------------------------------------------- what the commands share
 def compiled(
-    asked: Asked, *, meta: bool, printer: Printer | None = None, prepare: Callable[[nn.Module], None] | None = None
+    asked: Asked,
+    *,
+    meta: bool,
+    printer: Printer | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
+    cache: bool = True,
 ) -> tuple[Program, Any]:
-    """The compiled target and its sample batch, which a saved program lacks. `prepare` is given the model before."""
+    """The compiled target and its sample batch, which a saved program lacks. `prepare` is given the model before.
+    Without `cache` it is compiled in any case."""
     check_name(asked.optimizer)
     with progress(f"loading {asked.target}"):
         target = load(asked.target, meta=meta)
@@ -252,10 +258,10 @@ def compiled(
         return target, None
     if prepare is not None:
         prepare(target.model)
-    return _compile(target, asked, printer), target.batch
+    return _compile(target, asked, printer, cache=cache), target.batch
 
 
-def _compile(target: Target, asked: Asked, printer: Printer | None) -> Program:
+def _compile(target: Target, asked: Asked, printer: Printer | None, *, cache: bool) -> Program:
     with progress("tracing") as say:
 
         def watch(pass_: Pass, graph: Graph, seconds: float) -> None:
@@ -272,6 +278,7 @@ def _compile(target: Target, asked: Asked, printer: Printer | None) -> Program:
             optimizer=make_optimizer(asked.optimizer, target.model, asked.lr),
             strict=asked.strict,
             watch=watch,
+            cache=cache and (printer is None or not printer.used),  # which prints what passes do
             mode=asked.mode,  # pyright: ignore[reportArgumentType]  # compile refuses another
         )
 

@@ -478,6 +478,18 @@ def calibrate(
     calibration.run(output, rows, source, device and device.value, world, seconds, as_json=as_json)
 
 
+@app.command("cache")
+@guarded
+def cache_command(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete them all.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the programs that compiling has kept on this disk, where SHARDC_CACHE is on, or names their folder."""
+    from shardc.cli import cache
+
+    cache.cache(clear=clear, as_json=as_json)
+
+
 @app.command()
 @guarded
 def doctor(as_json: AsJson = False) -> None:

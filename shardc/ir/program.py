@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,11 +139,12 @@ class Program:
         }
 
     @classmethod
-    def fields_of(cls, content: Plain) -> dict[str, Any]:
-        """What `to_plain` gave, as the fields of a program; other keys are for another kind of program to read."""
+    def fields_of(cls, content: Plain, read: Callable[[Any], Graph] = graph_from_plain) -> dict[str, Any]:
+        """What `to_plain` gave, as the fields of a program; other keys are for another kind of program to read. `read`
+        makes the body and the reference."""
         return {
-            "body": graph_from_plain(content.pop("body")),
-            "reference": graph_from_plain(content.pop("reference")),
+            "body": read(content.pop("body")),
+            "reference": read(content.pop("reference")),
             "mesh": mesh_from_plain(content.pop("mesh")),
             "diagnostics": tuple(diagnostic_from_plain(d) for d in listed(content.pop("diagnostics"))),
             "annotations": tuple(_annotation(line) for line in listed(content.pop("annotations"))),

@@ -23,7 +23,7 @@ FLOORS: list[dict[str, str]] = [
         "shardc.ir": """
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
             collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
-            group_axes hardware in_flight in_place index_operands layers links liveness mesh microbatch ops
+            group_axes hardware in_flight in_place index_operands layers lazy_graph links liveness mesh microbatch ops
             ops.accumulate ops.adamw ops.assumed ops.attention ops.attention_heads ops.attention_keys ops.attention_rows
             ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums
             ops.check_index ops.collectives ops.columns ops.context ops.cpu_attention ops.ctc ops.cumulative
@@ -79,7 +79,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.cost": """
-            __init__ beside cache call_seconds decomposed failures flops memory prediction prediction_trace profile
+            __init__ aten_kernels beside cache call_seconds decomposed failures flops memory prediction prediction_trace profile
             streams
         """,
         "kernels_triton.gate": """
@@ -179,6 +179,7 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
+        "shardc.program_cache": "__init__ code fingerprint folder key libraries origins place surroundings",
         "shardc.planner": """
             __init__ annotations autoplan axis_roles call_costs candidate candidates compiled_cost inner
             inner_placement layer_costs layers min_sum network numbers placement_program ranking reasons reduced_model
@@ -202,7 +203,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.cli": """
-            __init__ as_json calibrate commands console doctor generation host_memory ir_printer kernel_list
+            __init__ as_json cache calibrate commands console doctor generation host_memory ir_printer kernel_list
             kernel_sources left_out local_launch locking main optimizers pipeline_summary plan prediction scaling
             summary symbolic_cost targets
         """,

@@ -1,0 +1,296 @@
+"""What functions and classes do, as a fingerprint: their code in memory, and all that it reads.
+
+    def forward(self, x): return scaled(x) * LIMIT      the instructions; what `scaled` does; LIMIT's value
+
+The code in memory counts, not the file alone, which somebody may have edited since. The file counts too, since programs
+quote its lines. A method that nothing names is not run by a trace: its instructions count, and what it reads does not,
+so that a `save` that opens files forbids nothing. Of libraries, code is pinned by their versions (`libraries`); what a
+user put into them in the place of their own functions counts as the user's.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import linecache
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from shardc.program_cache.fingerprint import Fingerprint
+from shardc.program_cache.libraries import Libraries
+from shardc.program_cache.origins import (
+    IMPURE,
+    IMPURE_BUILTINS,
+    REACHING,
+    UncacheableError,
+    codes_of,
+    functions_in,
+    is_library_class,
+    is_library_code,
+    is_library_module,
+)
+from shardc.torch_compat import is_op
+
+_UNREAD = frozenset(
+    {
+        *("__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl", "__slots__", "__doc__"),
+        *("__dataclass_fields__", "__dataclass_params__", "__match_args__", "__parameters__", "__orig_bases__"),
+        *("__module__", "__qualname__", "__firstlineno__", "__static_attributes__", "__classcell__"),
+        *("__annotate__", "__annotate_func__", "__annotations_cache__"),
+        "_autograd_function_id",  # the next number of a process
+    }
+)
+
+
+class Code:
+    """A fingerprint with the code that its values refer to; `forms` are those of `Fingerprint`. `constructors`: are
+    modules made anew while compiling?"""
+
+    def __init__(self, forms: Collection[int] = (), *, constructors: bool = False) -> None:
+        self.fingerprint = Fingerprint(self.refer, forms)
+        self.libraries = Libraries(self.fingerprint, self.refer)
+        self.files: set[str] = set()  # of users, whose contents count
+        self._constructors = constructors
+        self._numbers: dict[int, tuple[int, object]] = {}
+        self._todo: deque[Any] = deque()
+        self._live: set[int] = set()
+        self._names: dict[str, None] = {}  # that live code speaks of
+        self._idle: dict[str, list[FunctionType]] = {}  # methods that no live code has named, by their names
+        self._modules: set[tuple[int, str]] = set()
+
+    def refer(self, value: Any) -> None:
+        """Write a function, a class or a module down, and queue what it does."""
+        known = self._numbers.get(id(value))
+        if known is not None:
+            self.fingerprint.token("known", known[0])
+            return
+        self._numbers[id(value)] = (len(self._numbers), value)
+        self.fingerprint.token(type(value).__name__, value.__name__, getattr(value, "__qualname__", ""))
+        self._todo.append(value)
+
+    def finish(self) -> str:
+        """The digest, once all that was referred to is written down."""
+        self.libraries.patched_torch()
+        while self._todo or self.libraries.pending:
+            if self._todo:
+                self._one(self._todo.popleft())
+            else:
+                self.libraries.next()
+        for path in sorted(self.files):
+            self.fingerprint.token(path, _text_of(path))
+        return self.fingerprint.digest
+
+    def _one(self, value: Any) -> None:
+        self.fingerprint.token("of", self._numbers[id(value)][0])
+        if isinstance(value, FunctionType):
+            self._function(value)
+        elif isinstance(value, type):
+            self._class(value)
+        else:
+            self._module(value, ())
+
+    # ------------------------------------------------------------------ functions
+    def _function(self, function: FunctionType) -> None:
+        if is_library_code(function):
+            module = str(function.__globals__.get("__name__", ""))
+            if module.partition(".")[0] in IMPURE:
+                raise UncacheableError(f"{module}.{function.__qualname__} may return something else each time")
+            self.libraries.refer(module)
+            for cell in function.__closure__ or ():  # of a library's decorator: the user's function within
+                self.fingerprint.add(_content(cell), function.__qualname__)
+            if "__wrapped__" in vars(function):
+                self.fingerprint.add(vars(function)["__wrapped__"])
+            return
+        self._idly(function)
+        self._lively(function)
+
+    def _idly(self, function: FunctionType) -> None:
+        """The instructions of a function."""
+        for code in codes_of(function.__code__):
+            self._instructions(code)
+
+    def _instructions(self, code: CodeType) -> None:
+        token = self.fingerprint.token
+        if not code.co_filename.startswith("<"):
+            self.files.add(code.co_filename)
+        token(code.co_qualname, code.co_filename, code.co_firstlineno, code.co_flags, code.co_argcount)
+        token(code.co_posonlyargcount, code.co_kwonlyargcount, code.co_code.hex(), code.co_linetable.hex())
+        token(code.co_exceptiontable.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        for const in code.co_consts:
+            if isinstance(const, frozenset):
+                token("set", sorted(map(repr, const)))
+            elif not isinstance(const, CodeType):
+                token(repr(const))
+        if code.co_filename.startswith("<"):
+            token(linecache.getlines(code.co_filename))
+
+    def _lively(self, function: FunctionType) -> None:
+        """What a function reads: defaults, variables around it, globals, and methods of the names in it."""
+        if id(function) in self._live:
+            return
+        self._live.add(id(function))
+        self._numbers.setdefault(id(function), (len(self._numbers), function))
+        add, token = self.fingerprint.add, self.fingerprint.token
+        label = function.__qualname__
+        add(function.__defaults__, label)
+        add(function.__kwdefaults__, label)
+        add(vars(function) or None, label)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            token("cell", name)
+            add(_content(cell), f"{label}.{name}")
+        names, read = _names_of(function.__code__)
+        for name in read:
+            self._global(function, name, label, names)
+        self._speak(names)
+
+    def _global(self, function: FunctionType, name: str, label: str, names: Iterable[str]) -> None:
+        variables = function.__globals__
+        self.fingerprint.token("global", name)
+        if name.startswith("import "):
+            module = name.removeprefix("import ")
+            if module not in sys.modules or module.startswith("."):
+                raise UncacheableError(f"{label} imports '{module}', of which nothing is known before it runs")
+            self._module(sys.modules[module], names)
+        elif name in variables:
+            value = variables[name]
+            if isinstance(value, ModuleType):
+                self._module(value, names)
+            else:
+                self.fingerprint.add(value, f"{label}: {name}")
+        elif name in IMPURE_BUILTINS and hasattr(builtins, name):
+            raise UncacheableError(f"{label} calls {name}(), which may return something else each time")
+        elif hasattr(builtins, name):
+            builtin = getattr(builtins, name)
+            if isinstance(builtin, FunctionType):  # somebody's
+                self.refer(builtin)
+
+    def _speak(self, names: Iterable[str]) -> None:
+        """Methods of these names may run."""
+        fresh = [name for name in names if name not in self._names]
+        self._names.update(dict.fromkeys(fresh))
+        if any(name in REACHING for name in fresh):
+            self._names.update(dict.fromkeys(REACHING))
+            fresh = [*self._idle]
+        for name in fresh:
+            for function in self._idle.pop(name, ()):
+                self.fingerprint.token("method", name)
+                self._lively(function)
+
+    # ------------------------------------------------------------------ classes
+    def _class(self, cls: type) -> None:
+        if is_library_class(cls):
+            self.libraries.refer(cls.__module__)
+            self.fingerprint.token(cls.__module__)
+            self.libraries.patched(cls)
+        for base in cls.__mro__[1:]:
+            self.refer(base)
+        if type(cls) is not type:
+            self.refer(type(cls))
+        if is_library_class(cls):
+            return
+        self._refuse_compiled(sys.modules.get(cls.__module__))
+        self.fingerprint.token(cls.__module__)
+        for name, value in vars(cls).items():
+            if name in _UNREAD:
+                continue
+            self.fingerprint.token(name)
+            functions = list(functions_in(value))
+            for function in functions:
+                self._method(cls, name, function)
+            if not functions:
+                self.fingerprint.add(value, f"{cls.__qualname__}.{name}")
+
+    def _method(self, cls: type, name: str, function: FunctionType) -> None:
+        if is_library_code(function):
+            self.refer(function)
+            return
+        self._idly(function)
+        if self._may_run(cls, name):
+            self._lively(function)
+        else:
+            self._idle.setdefault(name, []).append(function)
+
+    def _may_run(self, cls: type, name: str) -> bool:
+        """Whether live code, or a library, may call a method of this name."""
+        if name == "__init__" and issubclass(cls, nn.Module):
+            return self._constructors
+        called = name in self._names or (name[:2] == "__" == name[-2:]) or "getattr" in self._names
+        bases = (base for base in cls.__mro__[1:] if base is not object and is_library_class(base))
+        return called or any(name in vars(base) for base in bases)
+
+    # ------------------------------------------------------------------ modules
+    def _module(self, module: ModuleType, names: Iterable[str]) -> None:
+        """What code takes of a module, where it names these."""
+        self.fingerprint.token("module", module.__name__)
+        if module.__name__.partition(".")[0].lstrip("_") in IMPURE:
+            raise UncacheableError(f"a function reads the module '{module.__name__}', which may answer otherwise later")
+        if module.__name__.startswith("torch.ops"):
+            for name in names:
+                if isinstance(value := vars(module).get(name), ModuleType):
+                    self._module(value, names)
+                elif value is not None and is_op(value):
+                    self.fingerprint.op(value)
+            return
+        if is_library_module(module):
+            self.libraries.refer(module.__name__)
+        else:
+            self._refuse_compiled(module)
+        for name in names:
+            if name not in vars(module) or (id(module), name) in self._modules:
+                continue
+            self._modules.add((id(module), name))
+            value = vars(module)[name]
+            if isinstance(value, ModuleType):
+                self._module(value, names)
+            elif not is_library_module(module) or isinstance(value, FunctionType | type):
+                self.fingerprint.token(name)
+                self.fingerprint.add(value, f"{module.__name__}.{name}")
+
+    def _refuse_compiled(self, module: ModuleType | None) -> None:
+        """Let a user's module count with its file. Raises UncacheableError for one that is no Python source."""
+        path = getattr(module, "__file__", None)
+        if path is not None and not path.endswith(".py"):
+            raise UncacheableError(f"{path} is compiled code of a user's")
+        if path is not None:
+            self.files.add(path)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names and texts in a function's code; and the globals that it reads, "import x" for what it imports."""
+    names: dict[str, None] = {}
+    read: dict[str, None] = {}
+    for one in codes_of(code):
+        names.update(dict.fromkeys(one.co_names))
+        names.update(dict.fromkeys(const for const in one.co_consts if isinstance(const, str) and const.isidentifier()))
+        level = 0
+        for instruction in dis.get_instructions(one):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"):
+                read[str(instruction.argval)] = None
+            elif instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and type(instruction.argval) is int:
+                level = instruction.argval
+            elif instruction.opname == "IMPORT_NAME":
+                read[f"import {'.' * level}{instruction.argval}"] = None
+                level = 0
+    return tuple(names), tuple(read)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_bytes().hex()
+    except OSError:
+        return "".join(linecache.getlines(path))

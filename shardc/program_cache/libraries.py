@@ -1,0 +1,174 @@
+"""What code of libraries stands for: their versions, the sizes and times of their files, and what users put into them.
+
+A library's function is known by its name. But names can be given other functions, by kernels that patch a model's
+module, or by a registry of attention functions. So of a library other than torch's, each module within reach is looked
+through: which function each name has, which plain values. A user's function among them counts with all that it does.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardc.program_cache.fingerprint import Fingerprint
+from shardc.program_cache.origins import OF_PROCESS, functions_in, is_library_class, is_library_code, own_folders
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NOT_LOOKED_THROUGH = ("torch", "shardc", "kernels_triton", "numpy", "torchgen", "triton", "typing_extensions")
+_DEPTH = 3  # of containers and objects in a module
+_SKIPPED = {"__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__spec__", "__path__", *OF_PROCESS}
+
+
+class Libraries:
+    """The libraries that a fingerprint stands on. `refer` writes a user's function down."""
+
+    def __init__(self, fingerprint: Fingerprint, refer: Callable[[Any], None]) -> None:
+        self._fingerprint, self._refer = fingerprint, refer
+        self._met: dict[str, None] = {}
+        self.pending: list[str] = []
+        self._classes: set[int] = set()
+        self.files: set[str] = set()
+
+    def refer(self, name: str) -> None:
+        """A module that is read."""
+        if name in self._met:
+            return
+        self._met[name] = None
+        package = name.partition(".")[0]
+        if package in _NOT_LOOKED_THROUGH or package in sys.stdlib_module_names:
+            if package not in sys.stdlib_module_names and package != name:
+                self.refer(package)
+            elif package not in sys.stdlib_module_names:
+                self._version(package)
+            return
+        self.pending.append(name)
+
+    def next(self) -> None:
+        """Look a module through."""
+        name = self.pending.pop()
+        package = name.partition(".")[0]
+        if package != name:
+            self.refer(package)
+        module = sys.modules.get(name)
+        self._fingerprint.token("library", name)
+        if module is None:
+            return
+        path = getattr(module, "__file__", None)
+        if path is not None:
+            self._file(path)
+        if package == name:
+            self._version(package)
+            return  # a package's names are those of its modules, found when asked for
+        for key, value in vars(module).items():
+            if key not in _SKIPPED:
+                self._item(key, value, package, _DEPTH)
+
+    def patched_torch(self) -> None:
+        """Functions of users in the place of torch's own, of which models do not tell."""
+        places = (torch, torch.nn.functional, torch.nn.init, torch.Tensor, nn.Module, nn.Parameter)
+        for place in places:
+            if isinstance(place, ModuleType):
+                self._users(place.__name__, place)
+            else:
+                self.patched(place)
+
+    def patched(self, cls: type) -> None:
+        """A library's class: the functions that a user has given it."""
+        if id(cls) not in self._classes:
+            self._classes.add(id(cls))
+            self._users(cls.__qualname__, cls)
+
+    def _users(self, name: str, place: Any) -> None:
+        for key, value in vars(place).items():
+            if isinstance(place, type) and type(value) in _PLAIN and key[:2] != "__":
+                self._fingerprint.token(key, repr(value))
+            for function in functions_in(value):
+                if not is_library_code(function):
+                    self._fingerprint.token("instead of", name, key)
+                    self._refer(function)
+
+    def _version(self, package: str) -> None:
+        module = sys.modules.get(package)
+        version = getattr(module, "__version__", None)
+        if not isinstance(version, str):
+            try:
+                version = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                version = "unknown"
+        self._fingerprint.token("version", package, version)
+
+    def _file(self, path: str) -> None:
+        self.files.add(path)
+        try:
+            about = os.stat(path)
+            self._fingerprint.token(path, about.st_size, about.st_mtime_ns)
+        except OSError:
+            self._fingerprint.token(path, "gone")
+
+    def _item(self, key: object, value: Any, package: str, depth: int) -> None:
+        token = self._fingerprint.token
+        functions = list(functions_in(value))
+        if type(value) in _PLAIN:
+            token(key, repr(value))
+        elif functions:
+            for function in functions:
+                token(key, function.__module__, function.__qualname__)
+                if not is_library_code(function):
+                    self._refer(function)
+                elif str(function.__module__).startswith(f"{package}."):
+                    self.refer(str(function.__module__))
+        elif isinstance(value, type):
+            self._class(key, value, package, depth)
+        elif isinstance(value, ModuleType):
+            token(key, value.__name__)
+        elif depth and isinstance(value, dict):
+            token(key, type(value).__qualname__, len(value))
+            for inner, item in list(dict.items(value)):
+                self._item(inner if type(inner) in _PLAIN else type(inner), item, package, depth - 1)
+        elif depth and isinstance(value, list | tuple):
+            token(key, type(value).__qualname__, len(value))
+            for i, item in enumerate(list(value)):
+                self._item(i, item, package, depth - 1)
+        elif isinstance(value, set | frozenset):
+            token(key, type(value).__qualname__, *sorted(repr(v) for v in value if type(v) in _PLAIN))
+        else:
+            token(key, type(value).__qualname__)
+            if depth and type(value).__module__.partition(".")[0] == package:
+                for name, item in list(getattr(value, "__dict__", {}).items()):
+                    self._item(name, item, package, depth - 1)
+
+    def _class(self, key: object, cls: type, package: str, depth: int) -> None:
+        self._fingerprint.token(key, cls.__module__, cls.__qualname__)
+        if not is_library_class(cls):
+            self._refer(cls)
+            return
+        if cls.__module__.partition(".")[0] != package:
+            return
+        self.refer(cls.__module__)
+        if id(cls) in self._classes:
+            return
+        self._classes.add(id(cls))
+        for name, value in vars(cls).items():
+            functions = list(functions_in(value))
+            if functions:
+                for function in functions:
+                    if not is_library_code(function):
+                        self._fingerprint.token("instead of", cls.__qualname__, name)
+                        self._refer(function)
+            elif type(value) in _PLAIN or (depth and type(value) in (dict, list, tuple)):
+                self._item(name, value, package, depth - 1)
+
+
+def sources_of_shardc() -> Iterator[str]:
+    """The paths of shardc's own files: code and tables, in order."""
+    for folder in own_folders():
+        for parent, folders, files in os.walk(folder):
+            folders[:] = sorted(name for name in folders if name != "__pycache__")
+            yield from (os.path.join(parent, name) for name in sorted(files))
