@@ -8,9 +8,9 @@ that they free (glibc's thresholds): else a step faults its pages in anew. Then 
 and each predicted on that hardware. Their steps are measured in rounds: each round takes a few steps of every plan, in
 another order, so that what else runs on the machine hits them alike. A JSON line a plan, and in the end
 Spearman's rank correlation of predicted and measured milliseconds: of the medians over all rounds, and of each round
-alone (the least and the median of those). Plans that take nearly the same time swap places from round to round; so it also
-says how many pairs differ by more than 5 % as measured, and how many of these are in the right order. `alone` is a step of
-one rank, which has no collectives.
+alone (the least and the median of those). Plans that take nearly the same time swap places from round to round; so it
+also says how many pairs differ by more than 5 % as measured, and how many of these are in the right order. `alone` is a
+step of one rank, which has no collectives.
 
     {"plan": "tp", "mesh": "tp=4", "predicted_ms": 212.1, "measured_ms": 220.4, "spread_ms": [218.0, 231.9], ...}
     {"kind": "order", "rank_correlation": 0.98, "of_rounds": {"least": 0.93, "median": 0.98},
