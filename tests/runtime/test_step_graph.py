@@ -332,6 +332,21 @@ def test_a_trainer_replays_and_its_state_stays_where_it_is(precision: str, monke
 
 
 @pytest.mark.usefixtures("job")
+def test_a_trainer_that_is_closed_holds_no_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's communicators would wait for it when the caller ends them."""
+    monkeypatch.setitem(step_graph.RECORDERS, "cpu", RecordedOps)  # type: ignore[arg-type]
+    graphs: list[step_graph.StepGraph] = []
+    of = step_graph.Graphs.of
+    monkeypatch.setattr(step_graph.Graphs, "of", lambda *given: graphs.append(of(*given)) or graphs[-1])
+    batch = torch.randn(8, 6)
+    with shardc.compile(Normed(), batch, mesh="dp=1").launch(device="cpu", timeout=30, graphs=True) as trainer:
+        for _ in range(STEPS):
+            trainer.step(batch)
+        assert [graph.captured for graph in graphs] == [True]
+    assert [graph.captured for graph in graphs] == [False]
+
+
+@pytest.mark.usefixtures("job")
 def test_a_cpu_says_that_it_has_no_graphs() -> None:
     with pytest.warns(UserWarning, match="SC518.*they run on a CPU"):
         found, _ = trained(True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -117,7 +117,7 @@ class StepGraph:
         self.refusal = ""  # why the step is not captured
         self._fed: list[Feed] = []  # static
         self._given: dict[str, Tensor] = {}  # static rates
-        self._forget()
+        self.forget()
 
     @property
     def captured(self) -> bool:
@@ -129,9 +129,9 @@ class StepGraph:
             return self._run(state, fed, monitor)
         held = {name: x for name, x in state.items() if name not in self._rates}
         if self._held and not self._at_the_same_addresses(held):
-            self._forget()
+            self.forget()
         if not self._stage(state, fed):
-            self._forget()
+            self.forget()
         state = {**held, **self._given}
         if self._recorder is None and self._warmed < WARM_UP:
             outputs = self._run(state, self._fed, monitor)
@@ -160,11 +160,12 @@ class StepGraph:
 
     def refuse(self, why: str) -> None:
         """Run steps as without graphs from now on, and say why."""
-        self._forget()
+        self.forget()
         self.refusal = why
         warn_not_captured(why)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """The captured step, and what it holds; the next steps are captured anew."""
         self._recorder: Recorder | None = None
         self._outputs: Outputs = {}
         self._held: dict[str, tuple[Tensor, int, torch.Size, tuple[int, ...]]] = {}
@@ -201,6 +202,7 @@ class Graphs:
 
     refusal: str = ""
     pool: Any = None
+    made: list[StepGraph] = field(default_factory=list[StepGraph])
 
     def of(self, executor: Executor, device: torch.device, watch: Watch) -> StepGraph:
         program = executor.program
@@ -214,7 +216,13 @@ class Graphs:
             refusal = refusal or "transfers between the stages of a pipeline are not captured"
         if refusal:
             graph.refuse(refusal)
+        self.made.append(graph)
         return graph
+
+    def release(self) -> None:
+        """Keep no captured step: NCCL's communicators, which captured collectives use, wait for them at their end."""
+        for graph in self.made:
+            graph.forget()
 
     def _record(self, recorder: type[CudaRecorder], device: torch.device) -> Recorder:
         if self.pool is None:

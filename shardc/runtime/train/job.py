@@ -273,6 +273,8 @@ class Job:
 
     def close(self, failure: BaseException | None = None) -> None:
         self.monitor.close(failure)
+        if self.graphs is not None:
+            self.graphs.release()
         self.member.leave()
 
 
