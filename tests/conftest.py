@@ -89,6 +89,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     shared_traces.switch(item)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a module leaves is set aside too: traces and programs that tests share come to ten million objects, which a
+    collection looks at for many seconds."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden("placement/too_many_dims.txt", text)` compares text with a file beside the test."""

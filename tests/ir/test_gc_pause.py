@@ -69,7 +69,6 @@ def test_objects_that_were_set_aside_are_seen_and_are_so_afterwards(frozen: bool
     finally:
         gc.unfreeze()
         if were_frozen:
-            gc.collect()
             gc.freeze()
 
 

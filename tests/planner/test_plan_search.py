@@ -12,14 +12,12 @@ from shardc.planner.space import Limits, candidates, variants
 MACHINE = hardware("h200-nvlink")
 
 
-@pytest.mark.parametrize(
-    ("name", "plans"),
-    [("gpt2", 12), *(pytest.param(name, 500, marks=pytest.mark.long) for name in MODELS)],
-)
-def test_none_of_random_plans_is_better(name: str, plans: int) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_none_of_random_plans_is_better(name: str) -> None:
     subject, length = subject_of(name, MACHINE)
-    outcome = compare(subject, Limits(16, 80e9, BATCH, length), plans)
-    assert outcome.fitting > plans / 4
+    outcome = compare(subject, Limits(16, 80e9, BATCH, length), 500)
+    assert outcome.fitting > 125
     assert outcome.holds, f"{outcome.best} beats {outcome.chosen}"
 
 

@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_hit_is_the_program_that_compiling_gives(case: str, cache: Folder, tmp_path: Path) -> None:
     fresh = compiled(**CASES[case], cache=False)
@@ -94,6 +95,7 @@ def test_a_hit_is_the_program_that_compiling_gives(case: str, cache: Folder, tmp
         assert str(hit.explain(0)) == str(fresh.explain(0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ["an update", "an evaluation", "a pipeline"])
 def test_a_hit_verifies_against_its_model_and_runs(case: str, cache: Folder) -> None:
     fresh, _ = compiled(**CASES[case], cache=False), compiled(**CASES[case])
@@ -184,6 +186,7 @@ def content_of(size: int) -> dict[str, Any]:
 ABOUT = {"model": "Net", "mesh": "dp=2", "mode": "train"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "damage",
     [
