@@ -104,7 +104,6 @@ def test_few_rows_and_many_keys(keys: int, mesh: str, kv: int, hardware: Any) ->
     exact(merged(compiled(Cross(4, kv), 3, keys, mesh, hardware=hardware)))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [1, 7, 24])
 @pytest.mark.parametrize("keys", [17, 6])
 @FORMS
@@ -112,7 +111,6 @@ def test_causal(rows: int, keys: int, hardware: Any) -> None:
     exact(merged(compiled(Cross(causal=True), rows, keys, hardware=hardware)))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mesh", "x", "memory"), [
     ("dp=2, cp=2", "dp, -, -", "dp, cp, -"),
     ("rows=2, cp=2", "-, rows, -", "-, cp, -"),
