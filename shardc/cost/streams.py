@@ -164,6 +164,8 @@ class _Streams:
         self.late: dict[fx.Node, float] = {}  # how much later than it could a collective began, for slower ranks
         contention = hardware.tables.contention
         self.cores, self.meetings = contention.cores, hardware.tables.meetings
+        self.switch = contention.switch_seconds
+        self.switches: dict[fx.Node, float] = {}  # what collectives under way will take of the kernels beside them
         self.factors = dict.fromkeys(KINDS, contention.memory) | {  # of products each call says its own
             "attention": contention.attention,
             "collective": contention.collective,
@@ -237,6 +239,12 @@ class _Streams:
         if not launches:
             timed.host += self.hardware.call_seconds
             return
+        for begun, left in list(self.switches.items()):
+            self._take(begun, min(left, seconds))
+            if left <= seconds:
+                del self.switches[begun]
+            else:
+                self.switches[begun] = left - seconds
         gap = self.gap if timed.launches else 0.0
         free, issued = self.free[COMPUTE] + gap, self._issue(launches)
         start, gaps = max(free, issued), self.gap * (launches - 1)
@@ -273,12 +281,20 @@ class _Streams:
         self.begun.setdefault(cost.stream, []).append(begun)
         self.under_way.setdefault(cost.stream, deque()).append(begun)
         if taken := self.cores * cost.seconds:
-            self.free[COMPUTE] = computed + taken
-            timed.taken += taken
-            timed.exposed.append(Exposed(node, taken))
-            timed.by_call[node] = timed.by_call.get(node, 0.0) + taken
+            self.free[COMPUTE] = computed
+            self._take(node, taken)
+        if self.switch:
+            self.switches[node] = self.switch
+
+    def _take(self, node: fx.Node, seconds: float) -> None:
+        """Compute stands still for so long, since a collective has its cores."""
+        self.free[COMPUTE] += seconds
+        self.timed.taken += seconds
+        self.timed.exposed.append(Exposed(node, seconds))
+        self.timed.by_call[node] = self.timed.by_call.get(node, 0.0) + seconds
 
     def _wait(self, node: fx.Node, cost: CallCost, microbatch: int) -> None:
+        self.switches.pop(node, None)
         free = self.free[COMPUTE]
         begun = self._settled(node, cost.stream, free)
         end = begun.end

@@ -125,8 +125,8 @@ class AttentionRate(Table):
 
     The rate is that of long sequences and many heads. Of a causal one, half of each tile on the diagonal is computed
     for nothing, which is a share of tile / sequence. The last block of rows meets all keys while other units idle,
-    which takes time by the keys. Where scores are written to memory, as on a CPU, softmax takes as long as the products
-    of a head of `score_width` elements.
+    which takes time by the keys. Where products do not hide softmax of the scores, as on a CPU, it takes as long as the
+    products of a head of `score_width` elements.
     """
 
     dtypes: tuple[Dtype, ...]

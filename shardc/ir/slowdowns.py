@@ -33,7 +33,8 @@ class Contention(Table):
     of few tiles loses a whole round of them. Where a table tells the tiles, `units` stand in the place of `product`.
 
     `cores` is for collectives that the cores of the compute carry out, as gloo's threads do on a CPU: the share of a
-    collective's seconds in which compute stands still, even where nobody waits for it. The rest can be hidden.
+    collective's seconds in which compute stands still, even where nobody waits for it. The rest can be hidden. Beside
+    work, such a collective takes `switch_seconds` of it besides: its threads are woken, and interrupt others.
     """
 
     product: Slowdown = 1.0
@@ -42,6 +43,7 @@ class Contention(Table):
     collective: Slowdown = 1.0
     units: Annotated[int, Field(ge=0, le=2**16)] = 0
     cores: Annotated[float, Field(ge=0, le=1)] = 0.0
+    switch_seconds: Delay = 0.0
 
 
 class Power(Table):

@@ -166,6 +166,21 @@ def test_ops_that_compute_for_longer_than_they_move() -> None:
     assert cost_of(neg, slow).seconds == pytest.approx(moving)
 
 
+def test_gelu_by_its_approximation() -> None:
+    """By the entry of its approximation where there is one, in forward and backward."""
+    both = Hardware.of({"elements": {"gelu": 1e-9, "gelu_tanh": 5e-9, "gelu_backward": 2e-9}})
+
+    def forward(b: Builder) -> fx.Node:
+        return b.call("y", "f32[64, 64]", aten.gelu.default, b.input("x", "f32[64, 64]", "input"), approximate="tanh")
+
+    def backward(b: Builder) -> fx.Node:
+        x = b.input("x", "f32[64, 64]", "input")
+        return b.call("y", "f32[64, 64]", aten.gelu_backward.default, x, x, approximate="tanh")
+
+    assert cost_of(forward, both).seconds == pytest.approx(5e-9 * 64 * 64)
+    assert cost_of(backward, both).seconds == pytest.approx(2e-9 * 64 * 64), "as exact gelu: no entry is known"
+
+
 def test_parts_of_attention_are_put_together_in_memory() -> None:
     """A ring's steps write their results, and read those of its steps before."""
     model, batch = llama()

@@ -209,6 +209,24 @@ def test_a_collective_on_the_computes_cores_hides_what_is_left(products: int) ->
     assert found.compute == pytest.approx(sum(found.by_call.values()), rel=1e-2)
 
 
+@pytest.mark.parametrize("products", [1, 100])
+def test_a_collective_takes_of_the_work_beside_it_besides(products: int) -> None:
+    """As much of each, but not more than there is, and nothing where nothing runs beside it."""
+    switch = 2 * PRODUCT
+    plain, beside = (
+        timed(beside_a_collective(products), with_tables(contention={"cores": 0.75, "switch_seconds": seconds}))[0]
+        for seconds in (0.0, switch)
+    )
+    more = min(switch, products * PRODUCT)
+    assert beside.taken == pytest.approx(plain.taken + more, rel=1e-3)
+    waited = Drawn()
+    waited.reduce()
+    waited.product()
+    alone, _ = timed(waited.graph(), with_tables(contention={"cores": 0.75, "switch_seconds": switch}))
+    assert alone.taken == pytest.approx(0.75 * REDUCED, rel=1e-3)
+    assert beside.compute == pytest.approx(sum(beside.by_call.values()), rel=1e-2)
+
+
 def test_terms_that_one_call_makes_are_added_once_each() -> None:
     """As long as if calls of their own made them: their bytes are read twice and written."""
     builder = Builder(MESH)

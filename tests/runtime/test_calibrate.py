@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -210,8 +212,9 @@ def test_a_known_rate_of_products_comes_back() -> None:
 def test_what_ranks_of_a_cpu_do_to_each_other(tmp_path: Path) -> None:
     """Rows made from figures come to these figures."""
     cores = [
-        {"kind": "cores", "what": "all_reduce", "work_us": 20e3, "collective_us": t, "both_us": 20e3 + share * t}
-        for t, share in ((1e3, 0.2), (4e3, 0.7), (16e3, 0.9))
+        {"kind": "cores", "what": "all_reduce", "times": 3, "work_us": 20e3, "collective_us": 3 * t}
+        | {"both_us": 20e3 + 3 * (0.7 * t + 500)}
+        for t in (1e3, 4e3, 16e3)
     ]
     meetings = [
         {"kind": "meeting", "computed_us": t, "alone_us": t + 300, "together_us": t + 300 + (j * t) ** 0.5}
@@ -223,7 +226,7 @@ def test_what_ranks_of_a_cpu_do_to_each_other(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(hardware_text([machine, *cores, *meetings, *ceiling, *elements], []))
     fitted = files.read_file(path).tables
-    assert fitted.contention == Contention(cores=0.7)
+    assert fitted.contention == Contention(cores=0.7, switch_seconds=5e-4)
     assert fitted.meetings.jitter_seconds == pytest.approx(120e-6, rel=1e-3)
     assert dict(fitted.elements) == {"gelu": pytest.approx(900e-6 / 2**18, rel=1e-3)}, (
         "neg takes as long as memory does"
@@ -233,8 +236,9 @@ def test_what_ranks_of_a_cpu_do_to_each_other(tmp_path: Path) -> None:
 def test_ranks_that_do_not_wait_have_no_jitter() -> None:
     row = {"kind": "meeting", "computed_us": 9e3, "alone_us": 9e3, "together_us": 8e3}
     assert jitter([row]) == {"jitter_seconds": 0}
-    assert cores([{"kind": "cores", "work_us": 9.0, "collective_us": 1.0, "both_us": 12.0}]) == 1
-    assert cores([{"kind": "cores", "work_us": 9.0, "collective_us": 1.0, "both_us": 8.0}]) == 0
+    of_both = {"kind": "cores", "times": 1, "work_us": 9.0, "collective_us": 1.0}
+    assert cores([{**of_both, "both_us": 12.0}]) == {"cores": 1, "switch_seconds": 2e-6}
+    assert cores([{**of_both, "both_us": 8.0}]) == {"cores": 0}
 
 
 def test_ranks_that_keep_their_speed() -> None:
@@ -275,6 +279,23 @@ def test_an_attention_that_writes_its_scores() -> None:
     for figures in attention_rates(rows, ["float32"]):
         assert figures["flops_per_second"] == pytest.approx(5e10, rel=1e-2)
         assert figures["score_width"] == 60
+
+
+def test_attention_is_measured_with_the_kernel_that_steps_run() -> None:
+    """In a process that has compiled nothing, as a rank of `shardc calibrate` is one."""
+    script = """
+from shardc import torch_compat
+from shardc.runtime.calibrate.device import CPU_ATTENTION, attention
+calls = []
+for name in ("flash_attention_on_cpu", "flash_attention_on_cpu_backward"):
+    def counted(*of, kernel=getattr(torch_compat, name)):
+        calls.append(kernel)
+        return kernel(*of)
+    setattr(torch_compat, name, counted)
+rows = list(attention("cpu", 0.1))
+assert 1 <= len(rows) <= len(CPU_ATTENTION) and len(set(calls)) == 2, (rows, calls)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_file_of_everything_that_was_measured(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 On a CPU calls are measured as a step makes them: results are allocated, operands come from memory and not from a cache
 that the call before has filled, and attention is what CPUs compute: ATen's kernel in float32, else the definition
-(`ir.ops.attention`).
+(`ir.ops.cpu_attention`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
+import shardc.ir.ops.cpu_attention  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers what CPUs run)
 from shardc.ir.ops.attention import SDPA, SDPA_BWD
 from shardc.runtime.calibrate.timing import Call, Times, coarse_first, replayed, timed
 
@@ -42,7 +43,7 @@ CPU_MOVED = [2**n for n in range(14, 28, 2)]
 GPU_MOVED = [2**n for n in range(20, 33)]
 ELEMENTS = 2**18  # of an operand of `FUNCTIONS`, which a CPU's caches hold
 FUNCTIONS = ("exp", "log", "tanh", "sigmoid", "erf", "rsqrt", "sin", "cos")
-MOST_OPERANDS, ALL_OPERANDS = 16, 2**26  # of an elementwise call on a CPU, and bytes of all of them
+MOST_OPERANDS, ALL_OPERANDS = 16, 2**26  # of a call on a CPU, and bytes of all of them
 # Batch, heads, sequence, width of a head; causal.
 CPU_ATTENTION = ((1, 4, 64, 32), (16, 8, 128, 64), (2, 8, 256, 64), (1, 4, 512, 64), (8, 8, 128, 32), (8, 8, 128, 96))
 GPU_ATTENTION = (
@@ -118,6 +119,8 @@ def elements(device: str, seconds: float) -> Iterator[dict[str, Any]]:
     ids, row = torch.arange(ELEMENTS // 64)[:, None], torch.arange(64)
     calls: dict[str, Call] = {
         "gelu": _bound(gelu, x), "gelu_backward": _bound(aten.gelu_backward, x, x), "silu": _bound(silu, x),
+        "gelu_tanh": _bound(gelu, x, approximate="tanh"),
+        "gelu_backward_tanh": _bound(aten.gelu_backward, x, x, approximate="tanh"),
         "silu_backward": _bound(aten.silu_backward, x, x), "where": _bound(torch.where, mask, x, 0.0),
         "eq": _bound(torch.eq, ids, row), **{op: _bound(getattr(torch, op), x) for op in FUNCTIONS},
     }  # fmt: skip

@@ -9,7 +9,7 @@ memory        an elementwise kernel by bytes
 products      rate, start of a product and start of a tile, by a search; samples correct what is left
 launches      medians
 elements      ops that take longer than moving their bytes does: medians
-cores         of a collective's seconds, the share that work beside it took longer: the median
+cores         what work beside a collective took longer: a share of its seconds, and as much for each: least squares
 units         of a GPU, that a collective takes from products: those with which tiles come nearest to the ratios
 meetings      the jitter by which ranks that computed for some time waited for each other: the median; where the times
               span two orders of magnitude, with the time constant that comes nearest
@@ -64,7 +64,7 @@ def tables(rows: Sequence[Row], like: ProductRate | None = None) -> dict[str, An
     if beside := by_kind.get("contention"):
         fitted["contention"] = contention(beside, like)
     if beside := by_kind.get("cores"):
-        fitted["contention"] = {"cores": cores(beside)}
+        fitted["contention"] = cores(beside)
     if meetings := by_kind.get("meeting"):
         fitted["meetings"] = jitter(meetings)
     if elements := by_kind.get("element"):
@@ -129,7 +129,7 @@ def attention_rates(rows: Iterable[Row], dtypes: Sequence[str]) -> list[dict[str
                 else forward
                 for (flops, sequence, width), (forward, both) in of.items()
             }
-            # An attention without a backend is the definition, whose softmax is of scores in memory.
+            # An attention without a backend is a CPU's, where softmax of the scores takes as long as products do.
             figures = {"backend": backend, "backward": backward, **(saturating if backend else by_scores)(times)}
             entry = {"dtypes": list(dtypes), **{name: figure for name, figure in figures.items() if figure}}
             fitted.append((sum(both for _, both in of.values()), entry))
@@ -137,7 +137,7 @@ def attention_rates(rows: Iterable[Row], dtypes: Sequence[str]) -> list[dict[str
 
 
 def by_scores(times: Mapping[tuple[float, float, float], float]) -> dict[str, float]:
-    """The same of one that writes its scores to memory."""
+    """The same of one whose softmax takes time by the scores, whatever a head's width."""
     terms = torch.tensor([[1.0, flops, flops / width] for flops, _, width in times], dtype=torch.float64)
     seconds = torch.tensor(list(times.values()), dtype=torch.float64)
     start, slope, scores = nonnegative(terms / seconds[:, None], torch.ones_like(seconds), needed=(1,))
@@ -243,10 +243,20 @@ def _units(rate: ProductRate, shaped: Sequence[tuple[tuple[int, int, int, int], 
     return nearest[len(nearest) // 2]
 
 
-def cores(rows: Iterable[Row]) -> float:
-    """The share of a collective's seconds in which it takes the cores that compute, from what both took together."""
-    shares = [(row["both_us"] - row["work_us"]) / row["collective_us"] for row in rows]
-    return min(1.0, max(0.0, round(median(shares), 3)))
+def cores(rows: Iterable[Row]) -> dict[str, float]:
+    """Of `Contention`: what collectives take of the cores that compute, from what both took together.
+
+    A share of their seconds and as much again for each: least squares of errors relative to the collectives' seconds.
+    """
+    alone, more = list[float](), list[float]()
+    for row in rows:
+        alone.append(row["collective_us"] * 1e-6 / row["times"])
+        more.append(max(0.0, row["both_us"] - row["work_us"]) * 1e-6 / row["times"])
+    known, target = torch.tensor([alone, more], dtype=torch.float64)
+    share, switch = nonnegative(torch.stack([torch.ones_like(known), 1 / known], 1), target / known)
+    if share > 1:
+        share, switch = 1.0, max(0.0, float((target - known).median()))
+    return {"cores": round(share, 3), **({"switch_seconds": float(f"{switch:.4g}")} if switch else {})}
 
 
 def jitter(rows: Sequence[Row]) -> dict[str, float]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from shardc.runtime.calibrate.device import ALL_OPERANDS, MOST_OPERANDS
 from shardc.runtime.calibrate.timing import Call, Together, coarse_first, once_on_cpu, once_on_gpu, replayed, timed
 from shardc.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -28,12 +29,12 @@ SHAPES = (
     *((4096, 4096, 4096), (2048, 2048, 4096), (4096, 2048, 8192), (4096, 8192, 2048), (2048, 8192, 4096)),
     *((4096, 6144, 2048), (2048, 6144, 4096), (8192, 8192, 4096)),
 )
-BESIDE = 2**20, 2**22, 2**24  # bytes of collectives beside work on a CPU
+BESIDE = 2**19, 2**20, 2**22, 2**24  # bytes of collectives beside work on a CPU
 UNITS = {"cpu": (2, 6, 20), "cuda": (1, 4, 16, 64)}  # of work between two meetings: so many times 1.5 and 0.8 ms
 PIECES = 4  # calls of `_work` in a unit
 TURNS = 3  # of work without a meeting, and with one
 BEHIND = 3  # collectives in the background
-SUMS = "all_reduce", "all_gather"
+BACKGROUND = "all_reduce", "all_gather", "ring_shift"
 MET = 2**10, 2**18  # bytes of the collectives that ranks meet at
 SHARE = 0.7  # of the time: collectives; the rest is for contention
 
@@ -49,6 +50,14 @@ class Beside(NamedTuple):
 
     work: tuple[float, float]
     collective: tuple[float, float]
+
+
+class _Both(list[Any]):
+    """Works that are waited for together."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
 
 
 class Peers:
@@ -109,15 +118,22 @@ class Peers:
 
     def call(self, op: str, size: int, group_size: int, group: Any) -> Call:
         """One collective of a message of so many bytes, as `ir.collectives` counts them."""
+        return self._in_turn(size, lambda: self._call(op, size, group_size, group))
+
+    def _in_turn(self, size: int, made: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+        """Calls of operands of their own, of so many bytes each. On a CPU there are several, in turn: in a step none
+        finds what the one before has left in the caches."""
+        times = max(2, min(MOST_OPERANDS, ALL_OPERANDS // size)) if self.device == "cpu" else 1
+        turns = cycle([made() for _ in range(times)])
+        return lambda: next(turns)()
+
+    def _call(self, op: str, size: int, group_size: int, group: Any) -> Callable[[], Any]:
         count = max(group_size, size // 4 // group_size * group_size)
         whole, other = (torch.ones(count, device=self.device) for _ in range(2))
         part = torch.ones(count // group_size, device=self.device)
-        after, before = (self.rank + 1) % group_size, (self.rank - 1) % group_size
 
         def ring() -> None:
-            sends = [dist.P2POp(dist.isend, whole, after, group), dist.P2POp(dist.irecv, other, before, group)]
-            for work in dist.batch_isend_irecv(sends):
-                work.wait()
+            _Both(dist.batch_isend_irecv(self._ring(whole, other, group))).wait()
 
         def send() -> None:
             if self.rank == 0:
@@ -216,8 +232,8 @@ class Peers:
         together, work = Together(control), self._work()
         end = time.perf_counter() + self.told(seconds, control)
         typical = timed(work, seconds / 20, "cpu", together).median
-        for index, (size, op) in enumerate(product(BESIDE, SUMS)):
-            left = self.told((end - time.perf_counter()) / (len(BESIDE) * len(SUMS) - index), control)
+        for index, (size, op) in enumerate(product(BESIDE, BACKGROUND)):
+            left = self.told((end - time.perf_counter()) / (len(BESIDE) * len(BACKGROUND) - index), control)
             call = self.call(op, size, self.world, group)
             alone = timed(call, max(0.0, left / 3), "cpu", together).median
             begin = self.begun(op, size, group)
@@ -238,14 +254,26 @@ class Peers:
                 "collective_us": BEHIND * alone * 1e6,
                 "both_us": took["both"] * 1e6,
             }
-            yield {"kind": "cores", "what": op, "bytes": size, **times}
+            yield {"kind": "cores", "what": op, "bytes": size, "times": BEHIND, **times}
 
     def begun(self, op: str, size: int, group: Any) -> Callable[[], Any]:
         """Begins a collective, and gives what is waited for."""
-        whole, part = torch.ones(size // 4), torch.ones(size // 4 // self.world)
-        if op == "all_reduce":
-            return lambda: dist.all_reduce(whole, group=group, async_op=True)
-        return lambda: all_gather_single(whole, part, group, async_op=True)
+
+        def one() -> Callable[[], Any]:
+            whole, part = torch.ones(size // 4), torch.ones(size // 4 // self.world)
+            if op == "all_reduce":
+                return lambda: dist.all_reduce(whole, group=group, async_op=True)
+            if op == "ring_shift":
+                return lambda: _Both(dist.batch_isend_irecv(self._ring(whole, torch.empty_like(whole), group)))
+            return lambda: all_gather_single(whole, part, group, async_op=True)
+
+        return self._in_turn(size, one)
+
+    def _ring(self, sent: torch.Tensor, received: torch.Tensor, group: Any) -> list[dist.P2POp]:
+        """To the next rank of a group, from the one before."""
+        size = group.size()
+        after, before = (self.rank + 1) % size, (self.rank - 1) % size
+        return [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
 
     def _meetings(self, seconds: float) -> Iterator[dict[str, Any]]:
         """Pieces of work with a collective after each, by the work and the collective alone."""
