@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import shared_traces
+from tests import library_state, shared_traces
 
 os.environ["SHARDC_CACHE"] = "off"  # also of processes that tests start: what is tested is what compiling does
 
@@ -87,15 +87,18 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     shared_traces.switch(item)
+    library_state.left_replaced()  # libraries that have been imported since are known from now on
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """What a module leaves is set aside too: traces and programs that tests share come to ten million objects, which a
-    collection looks at for many seconds."""
+    collection looks at for many seconds. Libraries are left as they were."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+        if replaced := library_state.left_replaced():
+            pytest.fail(f"{item.path.name} leaves {', '.join(replaced)} replaced in other tests", pytrace=False)
 
 
 @pytest.fixture
