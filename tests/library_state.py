@@ -1,4 +1,4 @@
-"""No module of tests leaves a library's functions replaced: what other modules test afterwards would be another library.
+"""No module of tests leaves functions of a library replaced: others would test another library afterwards.
 
 A patch of `transformers.masking_utils` that outlived its test once made Llama 4's packed sequences look like one.
 """
@@ -19,7 +19,7 @@ _known: dict[str, dict[str, Any]] = {}
 
 
 def left_replaced() -> list[str]:
-    """Functions that are not what they were when this was first called with their module loaded, or not of a library."""
+    """Functions that are not what they were when this first saw their module, or that no library has."""
     found: list[str] = []
     for name in WATCHED:
         module = sys.modules.get(name)
