@@ -123,7 +123,7 @@ def _rows() -> list[Row]:
 
 
 def _shares() -> list[Row]:
-    """Ours with a pass switched off, beside the same with all of them."""
+    """Ours with a pass switched off, or on, beside the same as it is by default."""
 
     def row(name: str, model: str, gpus: int, batch: int, form: str, **more: Any) -> Row:
         off = tuple(f"{form}-{switch}" for switch in switches.SWITCHED[form])

@@ -102,7 +102,7 @@ def _memory(own: Line, peers: Sequence[Line]) -> list[str]:
 
 
 def _shares(measured: Sequence[Line]) -> list[str]:
-    """Of each pass that was switched off, the step without it over the step with it, of the same turns."""
+    """Of each pass that was switched off or on, the step with that over the step without, of the same turns."""
     lines: list[str] = []
     for line in measured:
         form, switch = OFF.get(line["contestant"], ("", ALL_ON))
@@ -110,7 +110,7 @@ def _shares(measured: Sequence[Line]) -> list[str]:
         if not beside:
             continue
         ours_whole = beside[0]
-        head = f"  without {switch.off}: "
+        head = f"  {'with' if switch.on else 'without'} {switch.off}: "
         if line["program"] == ours_whole["program"]:
             lines.append(f"{head}the same program")
             continue

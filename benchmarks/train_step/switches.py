@@ -1,7 +1,7 @@
-"""Passes of ours that are switched off, one at a time, so that it is known what a step owes each of them.
+"""Passes of ours that are switched off, or on, one at a time, so that it is known what a step owes each of them.
 
-A contestant `FORM-SWITCH` is `FORM` without one pass. Where the plan has a word for it, the word is used. What no plan
-turns off is replaced in shardc's own module while the contestant compiles and runs.
+A contestant `FORM-SWITCH` is `FORM` without one pass, or with one that is off by default. Where the plan has a word for
+it, the word is used. What no plan turns off is replaced in shardc's own module while the contestant compiles and runs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from shardc.partition import gather_hoisting
 
 @dataclass(frozen=True)
 class Switch:
-    """`off` is what is switched off. `plan` is merged into a form's plan; of each of `places`, a module and a name in
+    """`off` is what is switched off, or `on`. `plan` is merged into a form's plan; of each of `places`, a module and a name in
     it, the value is replaced. `runs`: the program is the same, and runs otherwise."""
 
     off: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     places: tuple[tuple[ModuleType, str, object], ...] = ()
     runs: bool = False
+    on: bool = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -60,10 +61,12 @@ SWITCHES = {
         "sequence-parallel collectives in pieces", places=((collectives, "MOST_PIECES", 0),), runs=True
     ),
     "plain": Switch("fuse", {"fuse": False}),
+    "decomposed": Switch("decomposed products", {"overlap": {"decompose": True}}, on=True),
+    "split": Switch("a batch in two halves", {"overlap": {"split": 2}}, on=True),
 }
 SWITCHED = {  # the switches of each form that change its program
-    "ours-tp": ("no-late", "plain"),
-    "ours-tp-sp": ("no-late", "no-bucket", "no-pieces"),
+    "ours-tp": ("no-late", "plain", "split"),
+    "ours-tp-sp": ("no-late", "no-bucket", "no-pieces", "decomposed", "split"),
     "ours-dp": ("no-bucket", "no-early-casts", "plain"),
     "ours-zero3": ("no-prefetch", "no-bucket", "plain"),
     "ours-pp-1f1b": ("no-early-casts",),
