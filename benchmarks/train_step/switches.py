@@ -21,8 +21,8 @@ from shardc.partition import gather_hoisting
 
 @dataclass(frozen=True)
 class Switch:
-    """`off` is what is switched off, or `on`. `plan` is merged into a form's plan; of each of `places`, a module and a name in
-    it, the value is replaced. `runs`: the program is the same, and runs otherwise."""
+    """`off` is what is switched off, or `on`. `plan` is merged into a form's plan; of each of `places`, a module and a
+    name in it, the value is replaced. `runs`: the program is the same, and runs otherwise."""
 
     off: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])

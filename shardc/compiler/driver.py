@@ -43,6 +43,7 @@ from shardc.passes.normalize.group_experts import GroupExperts
 from shardc.passes.normalize.imply_masks import ImplyMasks
 from shardc.passes.normalize.limit_experts import group_as_ranks
 from shardc.passes.normalize.normalize import Normalize
+from shardc.passes.normalize.sum_parts import SumParts
 from shardc.passes.sharding.seed import Bound
 from shardc.plan.schema import Plan
 
@@ -103,9 +104,9 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
     """The traced microbatch, normalised. Raises ShardcError for what no rule can split (SC103, SC303, under strict
     SC301)."""
-    graph = run(
-        ingest(traced, mesh), [Normalize(), ImplyMasks(), GroupExperts(), options.limit, options.quantize], options
-    )
+    apart = SumParts(options.fuse.enabled)
+    passes = [Normalize(), ImplyMasks(), GroupExperts(), options.limit, options.quantize, apart]
+    graph = run(ingest(traced, mesh), passes, options)
     refuse_unfit(graph)
     report_missing_rules(graph, strict=options.strict)
     return graph

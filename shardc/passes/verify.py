@@ -358,6 +358,7 @@ def _ruled(graph: Graph) -> list[fx.Node]:
 ENSURES: dict[str, tuple[Check, ...]] = {
     "normalize": (only_core_ops,),
     "group_experts": (only_core_ops, groups_agree),
+    "sum_parts": (only_core_ops,),
     "accumulate": (microbatches_summed,),
     "append_updates": (updates_have_inputs,),
     "atomize": (atoms_nest,),

@@ -46,9 +46,9 @@ def watched(mesh: str, plan: dict[str, Any], optimizer: bool = False) -> dict[st
 def test_every_step_of_a_compile_is_watched() -> None:
     seen = watched("dp=2, tp=2", SHARDED | {"accumulate": 2, "bucket": True}, optimizer=True)
     order = list(seen)
-    assert order[:8] == [
-        *("normalize", "imply_masks", "group_experts", "limit_experts", "quantize", "accumulate", "join_loads"),
-        "append_updates",
+    assert order[:9] == [
+        *("normalize", "imply_masks", "group_experts", "limit_experts", "quantize", "sum_parts", "accumulate"),
+        *("join_loads", "append_updates"),
     ]
     assert order[-13:] == [
         *("align", "overlap", "late_gradients", "sum_products", "decompose", "bucket", "prefetch", "bias_products"),

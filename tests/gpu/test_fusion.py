@@ -40,6 +40,20 @@ def compiled(name: str, plan: dict[str, Any], optimizer: bool) -> shardc.Program
     return shardc.compile(model, batch, mesh="dp=1", plan=plan, loss=loss, optimizer=mine)
 
 
+def test_a_kernel_joins_parts_and_sums_them() -> None:
+    """The gradients of query, key and value of one product, and of its bias, from 512 rows of three parts."""
+    exact = run(compiled("gpt2", {}, False).body, compiled("gpt2", {}, False))
+    program = compiled("gpt2", {"precision": "bf16", "fuse": True}, False)
+    kernels = [str(node.args) for node in program.body.calls() if node.target is FUSED]
+    assert any("cat_sum" in kernel for kernel in kernels)
+    ours = run(program.body, program)
+    plain = run(compiled("gpt2", {"precision": "bf16"}, False).body, compiled("gpt2", {"precision": "bf16"}, False))
+    largest = max(want.norm() for key, want in exact.items() if key.startswith("grad"))
+    for key in (key for key in exact if "c_attn.bias" in key):
+        error, unfused = ((of[key] - exact[key]).norm() / largest for of in (ours, plain))
+        assert error <= SLACK * unfused + FLOOR
+
+
 @pytest.mark.parametrize(
     ("name", "exclude"),
     [*((name, []) for name in MODELS), *(("gpt2", [f"native_layer_norm{of}"]) for of in ("", "_backward"))],

@@ -60,6 +60,7 @@ from shardc.passes.normalize.imply_masks import ImplyMasks
 from shardc.passes.normalize.limit_experts import LimitExperts
 from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.normalize.quantize import Quantize
+from shardc.passes.normalize.sum_parts import SumParts
 from shardc.passes.pick_columns import PickColumns
 from shardc.passes.sharding.assign import Assign
 from shardc.passes.sharding.atomize import Atomize
@@ -119,6 +120,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "group_experts": GroupExperts,
     "limit_experts": LimitExperts,
     "quantize": quantize,
+    "sum_parts": SumParts,
     "accumulate": Accumulate,
     "join_loads": JoinLoads,
     "append_updates": updates,

@@ -33,6 +33,7 @@ def test_passes_are_in_their_order() -> None:
         "group_experts",
         "limit_experts",
         "quantize",
+        "sum_parts",
         *(each.name for each in after),
     ]
 
