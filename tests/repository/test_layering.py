@@ -117,12 +117,12 @@ FLOORS: list[dict[str, str]] = [
             normalize.decompositions.weight_norm normalize.dropped_rows normalize.group_experts normalize.imply_masks
             normalize.limit_experts normalize.mask_positions normalize.normalize normalize.quantize normalize.sum_parts
             pick_columns scan_parts sharding sharding.assign sharding.atom_classes sharding.atomize sharding.balance
-            sharding.casts sharding.chunked_rows sharding.dispatch sharding.divide_scans sharding.expert_modules sharding.find_blocks
-            sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.join_rows sharding.localize
-            sharding.lower_reshards sharding.named_rows sharding.pool_taps sharding.prefixes sharding.propagate
-            sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials sharding.spread_taps
-            sharding.store sharding.strided_taps shifted_rows softmax softmax.online_softmax softmax.split_softmax
-            softmax.statistics sum_products type_check verify
+            sharding.casts sharding.chunked_rows sharding.dispatch sharding.divide_scans sharding.expert_modules
+            sharding.find_blocks sharding.find_sequences sharding.group_sums sharding.insert_reshards sharding.join_rows
+            sharding.localize sharding.lower_reshards sharding.named_rows sharding.pool_taps sharding.prefixes
+            sharding.propagate sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials
+            sharding.spread_taps sharding.store sharding.strided_taps shifted_rows softmax softmax.online_softmax
+            softmax.split_softmax softmax.statistics sum_products type_check verify
         """,
     },
     {
