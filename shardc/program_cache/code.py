@@ -51,6 +51,7 @@ _UNREAD = frozenset(
 )
 
 
+_SET = "the order of a set"
 _OF_MODULES = {"__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__spec__", "__path__"}
 
 
@@ -67,12 +68,12 @@ class Code:
         self._numbers: dict[int, tuple[int, object]] = {}
         self._todo: deque[tuple[Any, bool]] = deque()
         self._is_idle = False  # is what is met read by methods alone that no live code names?
-        self._reader: CodeType | None = None  # the function that is looked at
         self._live: set[int] = set()
         self._names: dict[str, None] = {}  # that live code speaks of
         self._idle: dict[str, list[FunctionType]] = {}  # methods that no live code has named, by their names
-        self._modules: set[tuple[int, str]] = set()
+        self._modules: dict[tuple[int, str], None] = {}  # names of modules that were looked at
         self._held: dict[int, ModuleType] = {}  # any live code may take a name of these
+        self._unreadable: dict[int, UncacheableError] = {}  # modules that `getattr` may take anything of
 
     def refer(self, value: Any) -> None:
         """Write a function, a class or a module down, and queue what it does. Raises UncacheableError for a class whose
@@ -91,13 +92,20 @@ class Code:
         """The digest, once all that was referred to is written down."""
         self.libraries.patched_torch()
         self._all()
-        self.fingerprint.refuse_orders(self._names)
+        named, idle = [*self._names], list[FunctionType]()
         while self._idle:
             name = next(iter(self._idle))
             for function in self._idle.pop(name):
                 self.fingerprint.token("idle", name)
                 self._unnamed(function)
+                idle.append(function)
             self._all()
+        self.fingerprint.refuse_orders(named)
+        for function in idle:
+            try:
+                self.fingerprint.refuse_orders((*_names_of(function.__code__)[0], *function.__code__.co_freevars))
+            except UncacheableError:
+                self.unknown[id(function.__code__)] = function.__code__
         for path in sorted(self.files):
             self.fingerprint.token(path, _text_of(path))
         return self.fingerprint.digest
@@ -115,26 +123,23 @@ class Code:
             self._unnamed(value) if idle else self._function(value)
             return
         self._is_idle = idle
-        if isinstance(value, type):
-            self._class(value)
-        else:
-            self._hold(value)
+        self._class(value) if isinstance(value, type) else self._hold(value)
         self._is_idle = False
 
     def _unnamed(self, function: FunctionType) -> None:
         """A function that runs only if a library calls it, or another such."""
-        mark, self._is_idle = self.fingerprint.mark(), True
+        tables: tuple[dict[Any, Any], ...] = (self._modules, self._names, self._held)
+        mark, sizes, self._is_idle = self.fingerprint.mark(), [*map(len, tables)], True
         try:
             self._function(function)
         except UncacheableError:
-            self._know_not(function.__code__, mark)
+            self.unknown[id(function.__code__)] = function.__code__
+            self.fingerprint.token("unknown")
+            self.fingerprint.forget(mark)  # the next that reads such a value, or such a name, is refused too
+            for table, size in zip(tables, sizes, strict=True):
+                while len(table) > size:
+                    table.popitem()
         self._is_idle = False
-
-    def _know_not(self, code: CodeType | None, mark: tuple[int, int]) -> None:
-        assert code is not None
-        self.unknown[id(code)] = code
-        self.fingerprint.token("unknown")
-        self.fingerprint.forget(mark)  # the next that reads such a value is refused too
 
     # ------------------------------------------------------------------ functions
     def _function(self, function: FunctionType) -> None:
@@ -177,7 +182,6 @@ class Code:
         if id(function) in self._live:
             return
         self._live.add(id(function))
-        self._reader = function.__code__
         self._numbers.setdefault(id(function), (len(self._numbers), function))
         add, token = self.fingerprint.add, self.fingerprint.token
         label = function.__qualname__
@@ -197,6 +201,8 @@ class Code:
     def _global(self, function: FunctionType, name: str, label: str, names: Iterable[str]) -> None:
         variables = function.__globals__
         self.fingerprint.token("global", name)
+        if name == _SET:
+            raise UncacheableError(f"{label} goes through a set, whose order differs between processes")
         if name.startswith("import "):
             module, _, taken = name.removeprefix("import ").partition(" ")
             if module not in sys.modules or module.startswith("."):
@@ -300,6 +306,8 @@ class Code:
             self._refuse_compiled(module)
             if type(module) is not ModuleType:
                 raise UncacheableError(f"the module '{module.__name__}' is of a class of its own")
+            if id(module) in self._unreadable:
+                raise self._unreadable[id(module)]
             names = [*names, "__getattr__"]
             self._hold(module)
         for name, value in self._fresh(module, names):
@@ -319,18 +327,18 @@ class Code:
         for name, value in self._fresh(module, [*vars(module)]):
             if isinstance(value, ModuleType) or name in _OF_MODULES:
                 continue
-            mark = self.fingerprint.mark()
             self.fingerprint.token(name)
             try:
                 self.fingerprint.add(value, f"{module.__name__}.{name}")
-            except UncacheableError:
-                self._know_not(self._reader, mark)
+            except UncacheableError as refusal:
+                self._unreadable[id(module)] = refusal
+                raise
         self._is_idle = was_idle
 
     def _fresh(self, module: ModuleType, names: Iterable[str]) -> list[tuple[str, Any]]:
         """What a module has under these names and was not looked at before."""
         fresh = [name for name in names if name in vars(module) and (id(module), name) not in self._modules]
-        self._modules.update((id(module), name) for name in fresh)
+        self._modules.update(dict.fromkeys((id(module), name) for name in fresh))
         return [(name, vars(module)[name]) for name in dict.fromkeys(fresh)]
 
     def _refuse_compiled(self, module: ModuleType | None) -> None:
@@ -352,7 +360,11 @@ def _names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
         names.update(dict.fromkeys(one.co_names))
         names.update(dict.fromkeys(const for const in one.co_consts if isinstance(const, str) and const.isidentifier()))
         level, module = 0, ""
+        has_set = False
         for instruction in dis.get_instructions(one):
+            if has_set and instruction.opname != "CONTAINS_OP":
+                read[_SET] = None
+            has_set = instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, frozenset)
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"):
                 read[str(instruction.argval)] = None
             elif instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and type(instruction.argval) is int:

@@ -9,8 +9,8 @@ The time of a file is that of its last use. Where the folder holds more than SHA
 used least recently go. Several processes may write at once: each writes a file of its own and renames it.
 
 A checksum is no signature, a program says what is trained, and `marshal` is not safe against bytes that were made to
-harm. So the folder is its owner's alone (0700), and a file counts only where this user owns it and nobody else may write
-to it or to its folder.
+harm. So the folder is its owner's alone (0700), and a file counts only where this user owns it and nobody else may
+write to it or to its folder.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Folder:
             return ""
         if _is_private(about):
             return ""
-        return f"others may write to {self.path}, or own it, so its programs are not trusted: chmod 700 it, or name another"
+        return f"others may write to {self.path}, or own it, so it is not trusted: chmod 700 it, or name another"
 
     def _make_room(self, newest: str) -> None:
         entries = self._files()

@@ -5,6 +5,7 @@ import enum
 import functools
 import operator
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -475,6 +476,30 @@ def test_a_set_that_is_gone_through_has_no_key_and_one_that_is_only_held_has() -
     names = {"a", "b"}
     with pytest.raises(UncacheableError, match="order that differs"):
         key_of(of(Scaled(lambda: len(list(names)))))
+    with pytest.raises(UncacheableError, match="goes through a set"):
+        key_of(of(Scaled(lambda: [name for name in {"a", "b"}])))  # noqa: C416, PLC0208
+    assert key_of(of(Scaled(lambda: "a" in {"a", "b"}))).digest
     model = nn.Linear(8, 8)
     model.names = names  # type: ignore[assignment]
     assert key_of(of(model)).digest
+
+
+class TwoReaders:
+    """No code names either method, and both read what has no content: a library may call either."""
+
+    def first(self) -> object:
+        return settings.LOCK
+
+    def second(self) -> object:
+        return settings.LOCK
+
+    def third(self) -> float:
+        return settings.FACTOR
+
+
+def test_each_reader_of_what_is_not_known_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "LOCK", threading.Lock(), raising=False)
+    model = nn.Linear(8, 8)
+    model.held = TwoReaders()  # type: ignore[assignment]
+    watched = {code.co_name for code in key_of(of(model)).unknown.values()}
+    assert watched == {"first", "second"}
