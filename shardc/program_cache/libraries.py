@@ -108,11 +108,10 @@ class Libraries:
         for cls in (torch.Tensor, nn.Parameter):
             self.patched(cls)
         for kind, node in pytree.SUPPORTED_NODES.items():
-            for function in functions_in(node.flatten_fn), functions_in(node.unflatten_fn):
-                for users in function:
-                    if not is_library_code(users):
-                        self._fingerprint.token("a tree's node", getattr(kind, "__qualname__", ""))
-                        self._refer(users)
+            for function in (*functions_in(node.flatten_fn), *functions_in(node.unflatten_fn)):
+                if not is_library_code(function):
+                    self._fingerprint.token("a tree's node", getattr(kind, "__qualname__", ""))
+                    self._refer(function)
 
     def patched(self, cls: type) -> None:
         """A library's class: the functions that a user has given it."""
