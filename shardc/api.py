@@ -44,7 +44,7 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.files import write_text
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import Graph, info
-from shardc.ir.lazy_graph import LazyGraph, beside
+from shardc.ir.lazy_graph import LazyGraph
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import SCALE, fewest_microbatches
 from shardc.ir.ops.streams import step_key
@@ -183,13 +183,12 @@ def _cached_program(request: Request) -> Program:
     content = place.read()
     if content is not None:
         return _kept_program(request, content)
-    compilation = compiled(request)
+    compilation = place.watched(lambda: compiled(request))
     program = _program_of(request, compilation)
 
     def content_of() -> dict[str, Any]:
         return {
             "program": program.to_plain(),
-            "beside": {"body": beside(program.body), "reference": beside(program.reference)},
             "uncomputed": dict(program.uncomputed),
             "changed_attributes": sorted(compilation.traced.changed_attributes),
         }
@@ -201,8 +200,7 @@ def _kept_program(request: Request, content: dict[str, Any]) -> Program:
     """A program of the cache, bound to a model that is equal to the one that it was compiled from."""
     notes = [diagnostic_from_plain(d) for d in content["program"]["diagnostics"]]
     graphs = {
-        name: LazyGraph(content["program"][name], content["beside"][name], notes if name == "body" else ())
-        for name in ("body", "reference")
+        name: LazyGraph(content["program"][name], notes if name == "body" else ()) for name in ("body", "reference")
     }
     fields = Program.fields_of({**content["program"], **graphs}, lambda graph: graph)
     present = {name: t.detach() for name, t in non_persistent_buffers(request.model).items() if not t.is_meta}

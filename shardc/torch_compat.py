@@ -1437,3 +1437,18 @@ def active_modes() -> list[str]:
     transforms = ["torch.func"] if functorch.peek_interpreter_stack() is not None else []
     device = torch.utils._device.DeviceContext
     return [type(mode).__qualname__ for mode in (*functions, *dispatch) if not isinstance(mode, device)] + transforms
+
+
+def attention_order() -> list[int]:
+    """Which kernel of attention is asked first."""
+    return torch._C._get_sdp_priority_order()
+
+
+def saves_by_hooks() -> bool:
+    """Whether `torch.autograd.graph.saved_tensors_hooks` are active."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+
+
+def replaced_ops() -> list[str]:
+    """Torch's ops of which Python registered an implementation, as "aten/gelu/CPU"; torch does for a few keys."""
+    return sorted(name for name in torch.library._impls if name.startswith(("aten/", "prims/")))

@@ -35,6 +35,8 @@ def cache(*, clear: bool, as_json: bool) -> None:
         typer.echo(
             f"{_counted(len(entries))}, {human_bytes(size)} of at most {human_bytes(folder.limit)}, {folder.path}"
         )
+        if why := folder.distrust():
+            typer.echo(f"not used: {why}")
         if entries:
             out().print(_table(entries))
         if refused is not None:

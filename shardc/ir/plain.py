@@ -56,7 +56,16 @@ def graph_to_plain(graph: Graph) -> Plain:
         "returns": [info(value).name for value in graph.output_values],
         # A pass may have erased the value that a module's name stood for.
         "activations": {fqn: info(v).name for fqn, v in graph.activations.items() if v in alive},
+        **beside(graph),
     }
+
+
+def beside(graph: Graph) -> Plain:
+    """Which values are the gradients that the optimizer consumes, and how inputs are stored; only what there is."""
+    alive = set(graph.fx.nodes)
+    gradients = [[name, info(node).name] for name, node in graph.gradients.items() if node in alive]
+    stored = [[info(node).name, [list(axes) for axes in p]] for node, p in graph.stored.items() if node in alive]
+    return {**({"gradients": gradients} if gradients else {}), **({"stored": stored} if stored else {})}
 
 
 GRAPH = (
@@ -72,6 +81,8 @@ GRAPH = (
         "origins",
         "returns",
         "activations",
+        "gradients",
+        "stored",
     ),
 )
 
@@ -110,7 +121,17 @@ def graph_from_plain(data: Plain) -> Graph:
     graph.microbatches = checked_count(data["microbatches"])
     graph.halves = checked_halves(data.get("halves", 1))
     graph.tokens = _tokens(data["tokens"]) if data.get("tokens") else None  # absent from files of before there was one
+    graph.gradients = {text_of(name): values[value] for name, value in map(texts_of, listed(data.get("gradients", [])))}
+    graph.stored = {values[name]: _stored(axes, graph) for name, axes in map(listed, listed(data.get("stored", [])))}
     return graph
+
+
+def _stored(axes: Any, graph: Graph) -> tuple[tuple[str, ...], ...]:
+    """The axes of each dim. Raises ValueError for one that the mesh does not have."""
+    stored = tuple(texts_of(dim) for dim in listed(axes))
+    if unknown := {axis for dim in stored for axis in dim} - {*graph.mesh.names}:
+        raise ValueError(f"an input is stored along {min(unknown)!r}, which is no axis of the mesh")
+    return stored
 
 
 # ---------------------------------------------------------------------- of what kind data must be

@@ -3,9 +3,10 @@
     def forward(self, x): return scaled(x) * LIMIT      the instructions; what `scaled` does; LIMIT's value
 
 The code in memory counts, not the file alone, which somebody may have edited since. The file counts too, since programs
-quote its lines. A method that nothing names is not run by a trace: its instructions count, and what it reads does not,
-so that a `save` that opens files forbids nothing. Of libraries, code is pinned by their versions (`libraries`); what a
-user put into them in the place of their own functions counts as the user's.
+quote its lines. A method that no live code names counts with what it reads too, for a library may call it; where that
+has no stable content, as of a `save` that opens files, the method is `unknown`: a program is kept only if no trace ran
+it (`witness`). Of libraries, code is pinned by their versions (`libraries`); what a user put into them in the place of
+their own functions counts as the user's.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from torch import nn
 from shardc.program_cache.fingerprint import Fingerprint
 from shardc.program_cache.libraries import Libraries
 from shardc.program_cache.origins import (
-    IMPURE,
     IMPURE_BUILTINS,
+    IMPURE_NAMES,
     REACHING,
     UncacheableError,
     codes_of,
     functions_in,
+    is_impure,
     is_library_class,
     is_library_code,
     is_library_module,
@@ -41,12 +43,16 @@ from shardc.torch_compat import is_op
 _UNREAD = frozenset(
     {
         *("__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl", "__slots__", "__doc__"),
-        *("__dataclass_fields__", "__dataclass_params__", "__match_args__", "__parameters__", "__orig_bases__"),
+        *("__dataclass_fields__", "__dataclass_params__", "__parameters__", "__orig_bases__"),
         *("__module__", "__qualname__", "__firstlineno__", "__static_attributes__", "__classcell__"),
         *("__annotate__", "__annotate_func__", "__annotations_cache__"),
         "_autograd_function_id",  # the next number of a process
     }
 )
+
+
+_SET = "the order of a set"
+_OF_MODULES = {"__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__spec__", "__path__"}
 
 
 class Code:
@@ -57,52 +63,92 @@ class Code:
         self.fingerprint = Fingerprint(self.refer, forms)
         self.libraries = Libraries(self.fingerprint, self.refer)
         self.files: set[str] = set()  # of users, whose contents count
+        self.unknown: dict[int, CodeType] = {}  # of methods that no live code names, and whose reads are not known
         self._constructors = constructors
         self._numbers: dict[int, tuple[int, object]] = {}
-        self._todo: deque[Any] = deque()
+        self._todo: deque[tuple[Any, bool]] = deque()
+        self._is_idle = False  # is what is met read by methods alone that no live code names?
         self._live: set[int] = set()
         self._names: dict[str, None] = {}  # that live code speaks of
         self._idle: dict[str, list[FunctionType]] = {}  # methods that no live code has named, by their names
-        self._modules: set[tuple[int, str]] = set()
+        self._modules: dict[tuple[int, str], None] = {}  # names of modules that were looked at
+        self._held: dict[int, ModuleType] = {}  # any live code may take a name of these
+        self._unreadable: dict[int, UncacheableError] = {}  # modules that `getattr` may take anything of
 
     def refer(self, value: Any) -> None:
-        """Write a function, a class or a module down, and queue what it does."""
+        """Write a function, a class or a module down, and queue what it does. Raises UncacheableError for a class whose
+        objects are something else each time."""
+        if isinstance(value, type) and is_impure(value.__module__, value.__qualname__):
+            raise self.fingerprint.refusal(value, f"is {value.__module__}.{value.__qualname__}, of clocks or files")
         known = self._numbers.get(id(value))
         if known is not None:
             self.fingerprint.token("known", known[0])
             return
         self._numbers[id(value)] = (len(self._numbers), value)
         self.fingerprint.token(type(value).__name__, value.__name__, getattr(value, "__qualname__", ""))
-        self._todo.append(value)
+        self._todo.append((value, self._is_idle))
 
     def finish(self) -> str:
         """The digest, once all that was referred to is written down."""
         self.libraries.patched_torch()
-        while self._todo or self.libraries.pending:
-            if self._todo:
-                self._one(self._todo.popleft())
-            else:
-                self.libraries.next()
+        self._all()
+        named, idle = [*self._names], list[FunctionType]()
+        while self._idle:
+            name = next(iter(self._idle))
+            for function in self._idle.pop(name):
+                self.fingerprint.token("idle", name)
+                self._unnamed(function)
+                idle.append(function)
+            self._all()
+        self.fingerprint.refuse_orders(named)
+        for function in idle:
+            try:
+                self.fingerprint.refuse_orders((*_names_of(function.__code__)[0], *function.__code__.co_freevars))
+            except UncacheableError:
+                self.unknown[id(function.__code__)] = function.__code__
         for path in sorted(self.files):
             self.fingerprint.token(path, _text_of(path))
         return self.fingerprint.digest
 
-    def _one(self, value: Any) -> None:
+    def _all(self) -> None:
+        while self._todo or self.libraries.pending:
+            if self._todo:
+                self._one(*self._todo.popleft())
+            else:
+                self.libraries.next()
+
+    def _one(self, value: Any, idle: bool) -> None:
         self.fingerprint.token("of", self._numbers[id(value)][0])
         if isinstance(value, FunctionType):
-            self._function(value)
-        elif isinstance(value, type):
-            self._class(value)
-        else:
-            self._module(value, ())
+            self._unnamed(value) if idle else self._function(value)
+            return
+        self._is_idle = idle
+        self._class(value) if isinstance(value, type) else self._hold(value)
+        self._is_idle = False
+
+    def _unnamed(self, function: FunctionType) -> None:
+        """A function that runs only if a library calls it, or another such."""
+        tables: tuple[dict[Any, Any], ...] = (self._modules, self._names, self._held)
+        mark, sizes, self._is_idle = self.fingerprint.mark(), [*map(len, tables)], True
+        try:
+            self._function(function)
+        except UncacheableError:
+            self.unknown[id(function.__code__)] = function.__code__
+            self.fingerprint.token("unknown")
+            self.fingerprint.forget(mark)  # the next that reads such a value, or such a name, is refused too
+            for table, size in zip(tables, sizes, strict=True):
+                while len(table) > size:
+                    table.popitem()
+        self._is_idle = False
 
     # ------------------------------------------------------------------ functions
     def _function(self, function: FunctionType) -> None:
         if is_library_code(function):
             module = str(function.__globals__.get("__name__", ""))
-            if module.partition(".")[0] in IMPURE:
+            if is_impure(module, function.__qualname__):
                 raise UncacheableError(f"{module}.{function.__qualname__} may return something else each time")
             self.libraries.refer(module)
+            self.libraries.form(function)
             for cell in function.__closure__ or ():  # of a library's decorator: the user's function within
                 self.fingerprint.add(_content(cell), function.__qualname__)
             if "__wrapped__" in vars(function):
@@ -146,22 +192,28 @@ class Code:
             token("cell", name)
             add(_content(cell), f"{label}.{name}")
         names, read = _names_of(function.__code__)
+        if refused := IMPURE_NAMES.intersection(names):
+            raise UncacheableError(f"{label} asks for {min(refused)}, which leads anywhere")
         for name in read:
             self._global(function, name, label, names)
-        self._speak(names)
+        self._speak((*names, *function.__code__.co_freevars))
 
     def _global(self, function: FunctionType, name: str, label: str, names: Iterable[str]) -> None:
         variables = function.__globals__
         self.fingerprint.token("global", name)
+        if name == _SET:
+            raise UncacheableError(f"{label} goes through a set, whose order differs between processes")
         if name.startswith("import "):
-            module = name.removeprefix("import ")
+            module, _, taken = name.removeprefix("import ").partition(" ")
             if module not in sys.modules or module.startswith("."):
                 raise UncacheableError(f"{label} imports '{module}', of which nothing is known before it runs")
+            if taken and not is_library_module(sys.modules[module]) and taken not in vars(sys.modules[module]):
+                raise UncacheableError(f"{label} imports '{module}.{taken}', of which nothing is known before it runs")
             self._module(sys.modules[module], names)
         elif name in variables:
             value = variables[name]
             if isinstance(value, ModuleType):
-                self._module(value, names)
+                self._module(value, names, whole=not REACHING.isdisjoint(names))
             else:
                 self.fingerprint.add(value, f"{label}: {name}")
         elif name in IMPURE_BUILTINS and hasattr(builtins, name):
@@ -175,6 +227,10 @@ class Code:
         """Methods of these names may run."""
         fresh = [name for name in names if name not in self._names]
         self._names.update(dict.fromkeys(fresh))
+        for module in list(self._held.values()) if fresh else ():
+            self._module(module, fresh, whole=not REACHING.isdisjoint(fresh))
+        if self._is_idle:
+            return  # each idle method has its turn
         if any(name in REACHING for name in fresh):
             self._names.update(dict.fromkeys(REACHING))
             fresh = [*self._idle]
@@ -212,7 +268,7 @@ class Code:
             self.refer(function)
             return
         self._idly(function)
-        if self._may_run(cls, name):
+        if not self._is_idle and self._may_run(cls, name):
             self._lively(function)
         else:
             self._idle.setdefault(name, []).append(function)
@@ -226,10 +282,16 @@ class Code:
         return called or any(name in vars(base) for base in bases)
 
     # ------------------------------------------------------------------ modules
-    def _module(self, module: ModuleType, names: Iterable[str]) -> None:
-        """What code takes of a module, where it names these."""
+    def _hold(self, module: ModuleType) -> None:
+        """A module that is a value, of which any live code may take a name."""
+        if id(module) not in self._held:
+            self._held[id(module)] = module
+            self._module(module, list(self._names), whole=not REACHING.isdisjoint(self._names))
+
+    def _module(self, module: ModuleType, names: Iterable[str], *, whole: bool = False) -> None:
+        """What code takes of a module, where it names these; or any of a user's, as `getattr` may."""
         self.fingerprint.token("module", module.__name__)
-        if module.__name__.partition(".")[0].lstrip("_") in IMPURE:
+        if is_impure(module.__name__):
             raise UncacheableError(f"a function reads the module '{module.__name__}', which may answer otherwise later")
         if module.__name__.startswith("torch.ops"):
             for name in names:
@@ -238,20 +300,46 @@ class Code:
                 elif value is not None and is_op(value):
                     self.fingerprint.op(value)
             return
-        if is_library_module(module):
+        if library := is_library_module(module):
             self.libraries.refer(module.__name__)
         else:
             self._refuse_compiled(module)
-        for name in names:
-            if name not in vars(module) or (id(module), name) in self._modules:
-                continue
-            self._modules.add((id(module), name))
-            value = vars(module)[name]
+            if type(module) is not ModuleType:
+                raise UncacheableError(f"the module '{module.__name__}' is of a class of its own")
+            if id(module) in self._unreadable:
+                raise self._unreadable[id(module)]
+            names = [*names, "__getattr__"]
+            self._hold(module)
+        for name, value in self._fresh(module, names):
+            if library and is_impure(module.__name__, name):
+                raise UncacheableError(f"{module.__name__}.{name} may return something else each time")
             if isinstance(value, ModuleType):
                 self._module(value, names)
-            elif not is_library_module(module) or isinstance(value, FunctionType | type):
+            elif not library or isinstance(value, FunctionType | type):
                 self.fingerprint.token(name)
                 self.fingerprint.add(value, f"{module.__name__}.{name}")
+        if whole and not library:
+            self._rest(module)
+
+    def _rest(self, module: ModuleType) -> None:
+        """What nothing names of a user's module, from which `getattr` may take it."""
+        was_idle, self._is_idle = self._is_idle, True
+        for name, value in self._fresh(module, [*vars(module)]):
+            if isinstance(value, ModuleType) or name in _OF_MODULES:
+                continue
+            self.fingerprint.token(name)
+            try:
+                self.fingerprint.add(value, f"{module.__name__}.{name}")
+            except UncacheableError as refusal:
+                self._unreadable[id(module)] = refusal
+                raise
+        self._is_idle = was_idle
+
+    def _fresh(self, module: ModuleType, names: Iterable[str]) -> list[tuple[str, Any]]:
+        """What a module has under these names and was not looked at before."""
+        fresh = [name for name in names if name in vars(module) and (id(module), name) not in self._modules]
+        self._modules.update(dict.fromkeys((id(module), name) for name in fresh))
+        return [(name, vars(module)[name]) for name in dict.fromkeys(fresh)]
 
     def _refuse_compiled(self, module: ModuleType | None) -> None:
         """Let a user's module count with its file. Raises UncacheableError for one that is no Python source."""
@@ -264,21 +352,29 @@ class Code:
 
 @functools.lru_cache(maxsize=4096)
 def _names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names and texts in a function's code; and the globals that it reads, "import x" for what it imports."""
+    """The names and texts in a function's code; and the globals that it reads, "import x" for what it imports, and
+    "import x y" for what it takes of that."""
     names: dict[str, None] = {}
     read: dict[str, None] = {}
     for one in codes_of(code):
         names.update(dict.fromkeys(one.co_names))
         names.update(dict.fromkeys(const for const in one.co_consts if isinstance(const, str) and const.isidentifier()))
-        level = 0
+        level, module = 0, ""
+        has_set = False
         for instruction in dis.get_instructions(one):
+            if has_set and instruction.opname != "CONTAINS_OP":
+                read[_SET] = None
+            has_set = instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, frozenset)
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"):
                 read[str(instruction.argval)] = None
             elif instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and type(instruction.argval) is int:
                 level = instruction.argval
             elif instruction.opname == "IMPORT_NAME":
-                read[f"import {'.' * level}{instruction.argval}"] = None
+                module = f"import {'.' * level}{instruction.argval}"
+                read[module] = None
                 level = 0
+            elif instruction.opname == "IMPORT_FROM":
+                read[f"{module} {instruction.argval}"] = None
     return tuple(names), tuple(read)
 
 

@@ -42,6 +42,7 @@ _DESCRIPTORS = (
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodWrapperType),
 )
 _FUNCTIONS = (types.FunctionType, type, types.ModuleType)
+_OF_ENUMS = ("__objclass__", "_sort_order_", "_name_")
 _SPACES = ("aten", "prims", "prim", "shardc")  # of ops whose code is that of torch or of shardc
 
 
@@ -53,6 +54,8 @@ class Fingerprint:
         self._forms = forms
         self._parts: list[str] = []
         self._seen: dict[int, tuple[int, object]] = {}  # the values are kept, so that no other takes the place of one
+        self._kept: list[object] = []  # were seen, and forgotten
+        self._orders: list[tuple[set[str], UncacheableError]] = []  # sets whose order differs between processes
         self._storages: dict[int, int] = {}
         self._devices: dict[torch.device, str] = {}  # a kind, and a number: on which GPU a rank compiles is no matter
         self._reference = reference or self._refuse
@@ -89,6 +92,22 @@ class Fingerprint:
             raise self.refusal(value, "is nested too deep") from None
         self._path.pop()
 
+    def mark(self) -> tuple[int, int]:
+        return len(self._path), len(self._seen)
+
+    def forget(self, mark: tuple[int, int]) -> None:
+        """Go on after a refusal, as if nothing since a `mark` had been met: what was begun has no full content."""
+        del self._path[mark[0] :]
+        while len(self._seen) > mark[1]:
+            self._kept.append(self._seen.popitem()[1][1])
+
+    def refuse_orders(self, names: Collection[str]) -> None:
+        """Raises UncacheableError for a set that is met under one of these names, and that has another order in every
+        process: whoever names it may go through it."""
+        for path, refusal in self._orders:
+            if not path.isdisjoint(names):
+                raise refusal
+
     def refusal(self, value: object, why: str) -> UncacheableError:
         place = ".".join(filter(None, self._path)) or "a value"
         return UncacheableError(f"{place} ({type(value).__module__}.{type(value).__qualname__}) {why}")
@@ -96,13 +115,24 @@ class Fingerprint:
     def unordered(self, values: Iterable[Any]) -> None:
         """Each by a digest of its own, in the order of these: no order of theirs is the same in two processes."""
         digests: list[str] = []
+        classes: dict[str, type] = {}
+        by_hash = False
         for value in values:
             if type(value) not in (*_NUMBERS, *_TEXTS) and not isinstance(value, enum.Enum):
                 raise self.refusal(value, "is in a set, whose order differs between processes")
             apart = Fingerprint()
             apart.add(value) if not isinstance(value, enum.Enum) else apart.token(type(value), value.name)
+            if isinstance(value, enum.Enum):
+                classes[f"{type(value).__module__} {type(value).__qualname__}"] = type(value)
+            by_hash |= type(value) not in (bool, int, float, complex)
             digests.append(apart.digest)
         self.token(*sorted(digests))
+        for name in sorted(classes):
+            self._reference(classes[name])
+        if by_hash and len(digests) > 1:
+            parts = {part for name in self._path for part in name.replace(": ", ".").split(".")}
+            refusal = self.refusal(set(), "has an order that differs between processes, and code of a user names it")
+            self._orders.append((parts, refusal))
 
     # ------------------------------------------------------------------ kinds
     def _add(self, value: Any, kind: type) -> None:
@@ -113,6 +143,8 @@ class Fingerprint:
         elif isinstance(value, enum.Enum):
             self._reference(kind)
             self.token("enum", value.name)
+            if not self.met(value):
+                self.add({name: item for name, item in vars(value).items() if name not in _OF_ENUMS})
         elif self.met(value):
             return
         elif kind in _DICTS or kind is types.MappingProxyType:
@@ -200,6 +232,19 @@ class Fingerprint:
                 raise self.refusal(value, "holds what its attributes do not show")
         self.token("object")
         self._reference(kind)
+        self._items(value, base)
+        state = {**getattr(value, "__dict__", {}), **_slots_of(value)}
+        if not state and base is object and "__slots__" not in vars(kind) and not hasattr(value, "__dict__"):
+            raise self.refusal(value, "holds what its attributes do not show")
+        self.token(len(state))
+        from_transformers = kind.__module__.startswith("transformers.")
+        for name, item in state.items():
+            self.token(name)
+            if not (from_transformers and name in OF_PROCESS):
+                self.add(item, name)
+
+    def _items(self, value: Any, base: Any) -> None:
+        """What an object holds as the builtin type that its class derives from."""
         if issubclass(base, dict):
             self.token(len(value))
             for key, item in dict.items(value):
@@ -213,21 +258,6 @@ class Fingerprint:
             self.unordered(base.__iter__(value))
         elif base is not object:
             self.token(base.__repr__(value))
-        state = dict(getattr(value, "__dict__", {}))
-        for cls in kind.__mro__:
-            slots = cls.__dict__.get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else slots:
-                name = f"_{cls.__name__.lstrip('_')}{slot}" if slot.startswith("__") and slot[-2:] != "__" else slot
-                if slot not in ("__dict__", "__weakref__") and (item := getattr(value, name, state)) is not state:
-                    state[name] = item
-        if not state and base is object and "__slots__" not in vars(kind) and not hasattr(value, "__dict__"):
-            raise self.refusal(value, "holds what its attributes do not show")
-        self.token(len(state))
-        from_transformers = kind.__module__.startswith("transformers.")
-        for name, item in state.items():
-            self.token(name)
-            if not (from_transformers and name in OF_PROCESS):
-                self.add(item, name)
 
     # ------------------------------------------------------------------ tensors and modules
     def _tensor(self, t: Tensor) -> None:
@@ -254,7 +284,9 @@ class Fingerprint:
             raise self.refusal(module, "is compiled by torch.jit")
         self.token("module")
         self._reference(type(module))
-        state = vars(module)
+        if (base := _base_of(module)) is not object:
+            self._items(module, base)
+        state = {**vars(module), **_slots_of(module)}
         self.token(len(state))
         for name, item in state.items():
             if not item and type(item) in (dict, OrderedDict, set):
@@ -271,3 +303,14 @@ def _base_of(value: object) -> Any:
     """The builtin type that an object's class derives from."""
     kinds = (*_DICTS, *_SEQUENCES, *_SETS, int, float, str, bytes)
     return next((kind for kind in kinds if isinstance(value, kind)), object)
+
+
+def _slots_of(value: object) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            name = f"_{cls.__name__.lstrip('_')}{slot}" if slot.startswith("__") and slot[-2:] != "__" else slot
+            if slot not in ("__dict__", "__weakref__") and (item := getattr(value, name, state)) is not state:
+                state[name] = item
+    return state

@@ -7,6 +7,10 @@
 
 The time of a file is that of its last use. Where the folder holds more than SHARDC_CACHE_LIMIT (2GiB), those that were
 used least recently go. Several processes may write at once: each writes a file of its own and renames it.
+
+A checksum is no signature, a program says what is trained, and `marshal` is not safe against bytes that were made to
+harm. So the folder is its owner's alone (0700), and a file counts only where this user owns it and nobody else may
+write to it or to its folder.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import hashlib
 import json
 import marshal
 import os
+import stat
 import time
 import uuid
 from collections.abc import Mapping
@@ -29,7 +34,7 @@ from shardc.plan.values import read_bytes
 VARIABLE, LIMIT_VARIABLE = "SHARDC_CACHE", "SHARDC_CACHE_LIMIT"
 OFF = ("", "off", "0", "no", "false")
 ON = ("on", "1", "yes", "true")
-FORMAT, VERSION = "shardc-cached-program", 1
+FORMAT, VERSION = "shardc-cached-program", 2
 DEFAULT_LIMIT = 2 << 30  # bytes
 _SUFFIX, _HITS, _REFUSED = ".program", ".hits", "refused.json"
 _ABANDONED = 3600.0  # seconds after which a file that nobody renamed was left by a process that is dead
@@ -70,8 +75,13 @@ class Folder:
     def read(self, key: str) -> dict[str, Any] | None:
         """What was written under a key. A file that is damaged, or of another version, is deleted."""
         path = self.path / f"{key}{_SUFFIX}"
+        if self.distrust():
+            return None
         try:
-            head, _, payload = path.read_bytes().partition(b"\n")
+            with path.open("rb") as file:
+                if not _is_private(os.fstat(file.fileno())):
+                    return None
+                head, _, payload = file.read().partition(b"\n")
         except OSError:
             return None
         content = _content(head, payload, key)
@@ -95,7 +105,10 @@ class Folder:
         temporary = self.path / f".{key}.{os.getpid()}.{uuid.uuid4().hex}.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            temporary.write_bytes(data)
+            if self.distrust():
+                return False
+            with open(temporary, "xb", opener=_private) as file:
+                file.write(data)
             os.replace(temporary, self.path / f"{key}{_SUFFIX}")
         except OSError:
             with suppress(OSError):
@@ -103,6 +116,17 @@ class Folder:
             return False
         self._make_room(key)
         return True
+
+    def distrust(self) -> str:
+        """Why nothing is read from the folder or written to it; an empty text where nothing is wrong, or it is not
+        there yet."""
+        try:
+            about = self.path.stat()
+        except OSError:
+            return ""
+        if _is_private(about):
+            return ""
+        return f"others may write to {self.path}, or own it, so it is not trusted: chmod 700 it, or name another"
 
     def _make_room(self, newest: str) -> None:
         entries = self._files()
@@ -167,6 +191,8 @@ class Folder:
         temporary = self.path / f".refused.{os.getpid()}.{uuid.uuid4().hex}.tmp"
         with suppress(OSError):
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self.distrust():
+                return
             temporary.write_text(json.dumps({"model": model, "reason": reason}), "utf-8")
             os.replace(temporary, self.path / _REFUSED)
 
@@ -191,3 +217,14 @@ def _limit() -> int:
         return DEFAULT_LIMIT if text is None else int(read_bytes(text))
     except (ShardcError, ValueError, TypeError):
         return DEFAULT_LIMIT
+
+
+def _is_private(about: os.stat_result) -> bool:
+    """Whether this user owns a file or a folder, and no other may write to it. Where users have no numbers: yes."""
+    if not hasattr(os, "getuid"):
+        return True
+    return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -10,9 +10,10 @@ Where something is met whose content cannot be told, there is no key, and `Uncac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
+from types import CodeType
 
 from shardc.compiler.binding import collect_plan, read_mesh
 from shardc.compiler.request import Compiled, Request
@@ -32,10 +33,12 @@ _UNSTABLE = {  # codes of findings that say that a compile may end otherwise
 
 @dataclass(frozen=True)
 class Key:
-    """`files` are the names of those that it depends on, the user's and libraries'."""
+    """`paths` are the files that it depends on, the user's and libraries'; `unknown`, by their ids, are the codes of
+    methods that nothing names and whose reads are not known."""
 
     digest: str
-    files: frozenset[str]
+    paths: frozenset[str]
+    unknown: Mapping[int, CodeType]
 
     def check(self, compiled: Compiled) -> None:
         """Raise UncacheableError where a compiled program shows that the key does not know all that it depends on."""
@@ -48,7 +51,8 @@ class Key:
             raise UncacheableError("the program calls ops that no file can have")
         graphs = (compiled.graphs.reference, compiled.graphs.body)
         sources = {info(n).source.rpartition(":")[0] for graph in graphs for n in graph.fx.nodes if n.op != "output"}
-        if others := {source.rpartition("/")[2] for source in sources if source} - self.files:
+        files = {path.rpartition("/")[2] for path in self.paths}
+        if others := {source.rpartition("/")[2] for source in sources if source} - files:
             raise UncacheableError(f"code of {min(others)} is run, which no value of the model leads to")
 
 
@@ -74,4 +78,4 @@ def key_of(request: Request) -> Key:
     code.fingerprint.token("mesh", *mesh.axes)
     add_surroundings(code)
     digest = code.finish()
-    return Key(digest, frozenset(Path(path).name for path in (*code.files, *code.libraries.files)))
+    return Key(digest, frozenset({*code.files, *code.libraries.files}), code.unknown)

@@ -7,22 +7,42 @@ through: which function each name has, which plain values. A user's function amo
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import sys
+import time
+import types
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from shardc.program_cache.fingerprint import Fingerprint
-from shardc.program_cache.origins import OF_PROCESS, functions_in, is_library_class, is_library_code, own_folders
+from shardc.program_cache.origins import (
+    OF_PROCESS,
+    UncacheableError,
+    codes_of,
+    functions_in,
+    is_library_class,
+    is_library_code,
+    own_folders,
+)
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NOT_LOOKED_THROUGH = ("torch", "shardc", "kernels_triton", "numpy", "torchgen", "triton", "typing_extensions")
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+# Modules of torch in which a name that has another function changes what models do.
+_PATCHED = {
+    *("torch", "torch.functional", "torch.autograd", "torch.autograd.function", "torch.utils.checkpoint"),
+    *("torch.special", "torch.linalg", "torch.fft", "torch._tensor", "torch.amp", "torch.amp.autocast_mode"),
+}
+_PATCHED_WITHIN = ("torch.nn.", "torch.optim.")
 _DEPTH = 3  # of containers and objects in a module
+_STARTED = time.time()
 _SKIPPED = {"__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__spec__", "__path__", *OF_PROCESS}
 
 
@@ -70,14 +90,28 @@ class Libraries:
             if key not in _SKIPPED:
                 self._item(key, value, package, _DEPTH)
 
+    def form(self, function: FunctionType) -> None:
+        """What a library's function has beside its name: defaults, which anybody may set; code made of text."""
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        self._fingerprint.token("defaults", *(repr(v) if type(v) in _PLAIN else type(v).__qualname__ for v in defaults))
+        if function.__code__.co_filename == "<string>":
+            for code in codes_of(function.__code__):
+                plain = [const for const in code.co_consts if type(const) in _PLAIN]
+                self._fingerprint.token("text", code.co_code.hex(), code.co_names, repr(plain))
+
     def patched_torch(self) -> None:
-        """Functions of users in the place of torch's own, of which models do not tell."""
-        places = (torch, torch.nn.functional, torch.nn.init, torch.Tensor, nn.Module, nn.Parameter)
-        for place in places:
-            if isinstance(place, ModuleType):
-                self._users(place.__name__, place)
-            else:
-                self.patched(place)
+        """Which functions torch's names have, and those of users in their place, of which models do not tell."""
+        for name in sorted(sys.modules):
+            module = sys.modules[name]
+            if name in _PATCHED or name.startswith(_PATCHED_WITHIN):
+                self._users(name, module)
+        for cls in (torch.Tensor, nn.Parameter):
+            self.patched(cls)
+        for kind, node in pytree.SUPPORTED_NODES.items():
+            for function in (*functions_in(node.flatten_fn), *functions_in(node.unflatten_fn)):
+                if not is_library_code(function):
+                    self._fingerprint.token("a tree's node", getattr(kind, "__qualname__", ""))
+                    self._refer(function)
 
     def patched(self, cls: type) -> None:
         """A library's class: the functions that a user has given it."""
@@ -86,13 +120,38 @@ class Libraries:
             self._users(cls.__qualname__, cls)
 
     def _users(self, name: str, place: Any) -> None:
-        for key, value in vars(place).items():
-            if isinstance(place, type) and type(value) in _PLAIN and key[:2] != "__":
-                self._fingerprint.token(key, repr(value))
-            for function in functions_in(value):
+        token = self._fingerprint.token
+        token("of", name)
+        for key, value in list(vars(place).items()):
+            if isinstance(value, type):
+                token(key, value.__module__, value.__qualname__)
+                if value.__module__ == name:
+                    self.patched(value)
+                elif not is_library_class(value) and key not in ("__class__", "__base__"):
+                    self._refer(value)
+                continue
+            functions = list(functions_in(value))
+            if isinstance(place, type) and key[:2] != "__" and not functions:
+                self._item(key, value, "", 2)
+            elif type(value) in _BUILTIN:
+                token(key, str(getattr(value, "__module__", "")), value.__qualname__)
+            elif callable(value) and not functions and not isinstance(value, ModuleType):
+                self._callable(name, key, value)
+            for function in functions:
                 if not is_library_code(function):
-                    self._fingerprint.token("instead of", name, key)
+                    token("instead of", name, key)
                     self._refer(function)
+                elif key != function.__name__:
+                    token(key, function.__module__, function.__qualname__)
+                if function.__defaults__ or function.__kwdefaults__ or function.__code__.co_filename == "<string>":
+                    self.form(function)
+
+    def _callable(self, name: str, key: str, value: Any) -> None:
+        """An object that a library's name calls: of a library's class; or somebody's."""
+        self._fingerprint.token(key, type(value).__module__, type(value).__qualname__)
+        if isinstance(value, functools.partial) or not is_library_class(type(value)) or isinstance(value, nn.Module):
+            self._fingerprint.token("instead of", name, key)
+            self._fingerprint.add(value, f"{name}.{key}")
 
     def _version(self, package: str) -> None:
         module = sys.modules.get(package)
@@ -108,6 +167,7 @@ class Libraries:
         self.files.add(path)
         try:
             about = os.stat(path)
+            refuse_newer(path, about)
             self._fingerprint.token(path, about.st_size, about.st_mtime_ns)
         except OSError:
             self._fingerprint.token(path, "gone")
@@ -164,6 +224,12 @@ class Libraries:
                         self._refer(function)
             elif type(value) in _PLAIN or (depth and type(value) in (dict, list, tuple)):
                 self._item(name, value, package, depth - 1)
+
+
+def refuse_newer(path: str, about: os.stat_result) -> None:
+    """Raises UncacheableError for a file that was written after this process had started, which runs an older one."""
+    if about.st_ctime > _STARTED:
+        raise UncacheableError(f"{path} was written after this process had started")
 
 
 def sources_of_shardc() -> Iterator[str]:

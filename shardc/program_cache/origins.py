@@ -25,6 +25,28 @@ IMPURE = {
     *("shutil", "signal", "site", "socket", "sqlite3", "ssl", "subprocess", "sys", "sysconfig", "tempfile"),
     *("thread", "threading", "time", "traceback", "urllib", "uuid", "zipfile"),
 }
+# Functions of other libraries that answer differently each time, by module; "*" for all of them.
+_IMPURE_FUNCTIONS = {
+    "numpy": {"fromfile", "load", "loadtxt", "genfromtxt", "memmap", "fromregex", "datetime64"},
+    "numpy.random": {"*"},
+    "torch": {"load", "from_file", "initial_seed", "seed", "get_rng_state", "get_num_threads"},
+    "torch.serialization": {"load"},
+    "torch.hub": {"*"},
+    "torch.random": {"initial_seed", "seed", "get_rng_state"},
+    "torch.cuda.memory": {"*"},
+    "torch.cuda.random": {"*"},
+    "torch.cuda": {
+        *("get_device_capability", "get_device_properties", "get_device_name", "is_bf16_supported", "current_device"),
+        *("memory_allocated", "mem_get_info", "get_arch_list", "initial_seed", "get_rng_state", "is_initialized"),
+    },
+    "torch.distributed": {"*"},
+    "torch.distributed.distributed_c10d": {"*"},
+}
+# With these a function may reach what no fingerprint follows.
+IMPURE_NAMES = {
+    *("__globals__", "__builtins__", "__subclasses__", "__closure__", "f_globals", "f_locals", "f_back", "f_builtins"),
+    *("gi_frame", "tb_frame", "cell_contents"),
+}
 # Of transformers, what is another in every process and is in no program: a hash of a text, and the name of a session.
 OF_PROCESS = {"_original_object_hash", "SESSION_ID"}
 # Builtin functions that read what no fingerprint knows.
@@ -55,6 +77,14 @@ class UncacheableError(Exception):
     """A program depends on something of which it is not known whether it is the same in another process."""
 
 
+def is_impure(module: str, name: str = "") -> bool:
+    """Whether a library's module, or a function or class of it, answers differently each time."""
+    if module.partition(".")[0].lstrip("_") in IMPURE:
+        return True
+    functions = _IMPURE_FUNCTIONS.get(module, ())
+    return "*" in functions or name in functions
+
+
 @functools.lru_cache(maxsize=1)
 def _library_roots() -> tuple[str, ...]:
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -74,6 +104,11 @@ def own_folders() -> list[str]:
 def is_library_file(path: str) -> bool:
     """Whether a file is the standard library's, an installed package's or shardc's own."""
     return path.startswith((*_library_roots(), "<frozen "))
+
+
+@functools.lru_cache(maxsize=100_000)
+def is_own_file(path: str) -> bool:
+    return path.startswith(tuple(f"{folder}{os.sep}" for folder in own_folders()))
 
 
 def is_library_module(module: ModuleType | None) -> bool:

@@ -10,6 +10,7 @@ from shardc.compiler.request import Compiled, Request
 from shardc.program_cache.folder import Folder
 from shardc.program_cache.key import Key, key_of
 from shardc.program_cache.origins import UncacheableError
+from shardc.program_cache.witness import Witness
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Place:
     key: Key | None = None
     model: str = ""
     reason: str = ""
+    witness: Witness | None = None
 
     @classmethod
     def of(cls, request: Request) -> Place:
@@ -27,7 +29,8 @@ class Place:
         if folder is None:
             return cls(None, reason="the cache is off")
         try:
-            return cls(folder, key_of(request), model)
+            key = key_of(request)
+            return cls(folder, key, model, witness=Witness(key))
         except UncacheableError as unknown:
             reason = str(unknown)
         except Exception as wrong:  # of the user's objects; or of arguments that compiling will refuse
@@ -39,15 +42,26 @@ class Place:
         """What `write` was given for an equal request."""
         return None if self.key is None or self.folder is None else self.folder.read(self.key.digest)
 
+    def watched(self, compile: Callable[[], Compiled]) -> Compiled:
+        """What `compile` returns, which is watched: `write` refuses it where it read what the key does not know."""
+        if self.witness is None:
+            return compile()
+        with self.witness.watching():
+            return compile()
+
     def write(self, compiled: Compiled, mode: str, content: Callable[[], dict[str, Any]]) -> str:
         """Keep a program, where `content` gives it as plain data; why that is not done, or an empty text."""
         if self.key is None or self.folder is None:
             return self.reason
         try:
             self.key.check(compiled)
+            if self.witness is not None:
+                self.witness.check()
             about = {"model": self.model, "mesh": str(compiled.mesh), "mode": mode}
             if self.folder.write(self.key.digest, about, content()):
                 return ""
+            if why := self.folder.distrust():
+                return why
             return f"nothing can be written to {self.folder.path}, or the program is larger than its bound"
         except UncacheableError as unknown:
             reason = str(unknown)

@@ -1,9 +1,12 @@
 """A second start takes the program that the first one left: the same program, or none."""
 
+import configparser
 import json
 import os
+import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +21,7 @@ from typer.testing import CliRunner
 import shardc
 from shardc.api import Program
 from shardc.cli.main import app
-from shardc.ir.lazy_graph import beside
+from shardc.ir.plain import beside
 from shardc.program_cache import folder as folders
 from shardc.program_cache.folder import Folder
 from tests.program_cache.models import FILES, SCRIPT, written
@@ -105,6 +108,23 @@ def test_a_hit_verifies_against_its_model_and_runs(case: str, cache: Folder) -> 
     assert torch.equal(torch.as_tensor(hit.simulate().loss), torch.as_tensor(fresh.simulate().loss))
 
 
+@pytest.mark.parametrize("case", ["an update", "a pipeline"])
+def test_a_program_of_a_file_verifies_all_that_a_fresh_one_does(case: str, tmp_path: Path) -> None:
+    """The gradients that an update consumes are no outputs: a file names them."""
+    fresh = compiled(**CASES[case], cache=False)
+    fresh.save(tmp_path / "program")
+    loaded = Program.load(tmp_path / "program")
+    assert beside(loaded.body) == beside(fresh.body)
+    assert beside(loaded.reference) == beside(fresh.reference)
+    assert beside(loaded.body)["gradients"]
+    assert loaded.to_json() == fresh.to_json()
+    report = loaded.verify()
+    assert report.ok
+    assert {(row.role, row.name) for row in report.rows} == {(row.role, row.name) for row in fresh.verify().rows}
+    if case == "an update":
+        assert any(row.role == "grad" for row in report.rows)
+
+
 def test_a_hit_trains_and_evaluates_as_a_fresh_program(cache: Folder) -> None:
     def losses(program: Program) -> list[float]:
         trainer, batch = program.launch(), gpt2()[1]
@@ -166,6 +186,44 @@ def test_why_nothing_is_kept(cache: Folder) -> None:
     assert not cache.entries()
 
 
+class Clocked:
+    """`{**clocked}` calls `keys`, which no code names."""
+
+    def keys(self) -> list[str]:
+        return ["a"] * (1 + int(time.time() < 0))
+
+    def __getitem__(self, key: str) -> float:
+        return 2.0
+
+
+class Summed(nn.Linear):
+    scales: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) * sum({**self.scales}.values())).square().mean()
+
+
+class Configured(nn.Linear):
+    """Reads a file by a function of a library, of whose kind there are too many to list."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parser = configparser.ConfigParser()
+        parser.read(f"{self.folder}/settings.ini")
+        return (super().forward(x) * float(parser["model"]["factor"])).square().mean()
+
+
+def test_what_compiling_does_counts_too(cache: Folder, tmp_path: Path) -> None:
+    model = Summed(8, 8)
+    model.scales = Clocked()
+    assert "Clocked.keys is run" in shardc.compile(model, torch.ones(4, 8), mesh="dp=2").cached
+    (tmp_path / "settings.ini").write_text("[model]\nfactor = 2\n")
+    model = Configured(8, 8)
+    model.folder = str(tmp_path)  # type: ignore[assignment]
+    assert "settings.ini is read" in shardc.compile(model, torch.ones(4, 8), mesh="dp=2").cached
+    assert not cache.entries()
+    assert sys.gettrace() is None
+
+
 def test_a_program_that_no_file_can_have_is_compiled_all_the_same(
     cache: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +253,7 @@ ABOUT = {"model": "Net", "mesh": "dp=2", "mode": "train"}
         lambda data: b"",
         lambda data: b"\n",
         lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:],
-        lambda data: data.replace(b'"version": 1', b'"version": 0'),
+        lambda data: data.replace(b'"version": 2', b'"version": 0'),
         lambda data: data.replace(b"shardc-cached", b"shardc-catched"),
         lambda data: b"[]\n" + data,
     ],
@@ -243,6 +301,31 @@ def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path: Path, monkeyp
     monkeypatch.setenv("SHARDC_CACHE", str(tmp_path / "file"))
     program = compiled(**CASES["llama"])
     assert "nothing can be written" in program.cached
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(cache: Folder) -> None:
+    """Whoever writes the file says what is trained."""
+    assert cache.write("key", ABOUT, content_of(1))
+    assert stat.S_IMODE(cache.path.stat().st_mode) == 0o700
+    (path,) = cache.path.glob("*.program")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o666)
+    assert cache.read("key") is None
+    path.chmod(0o644)
+    assert cache.read("key") == content_of(1)
+    cache.path.chmod(0o777)
+    assert cache.read("key") is None
+    assert not cache.write("other", ABOUT, content_of(1))
+    program = compiled(**CASES["llama"])
+    assert "chmod 700" in program.cached
+    assert "chmod 700" in " ".join(CliRunner().invoke(app, ["cache"]).stdout.split())
+
+
+def test_a_file_of_another_user_is_not_trusted(cache: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.write("key", ABOUT, content_of(1))
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert cache.read("key") is None
+    assert not cache.write("other", ABOUT, content_of(1))
 
 
 def test_writers_at_once_leave_whole_files(cache: Folder) -> None:

@@ -179,7 +179,7 @@ FLOORS: list[dict[str, str]] = [
         """,
     },
     {
-        "shardc.program_cache": "__init__ code fingerprint folder key libraries origins place surroundings",
+        "shardc.program_cache": "__init__ code fingerprint folder key libraries origins place surroundings witness",
         "shardc.planner": """
             __init__ annotations autoplan axis_roles call_costs candidate candidates compiled_cost inner
             inner_placement layer_costs layers min_sum network numbers placement_program ranking reasons reduced_model
