@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import shardc
 from benchmarks.measured_models import SIZES
-from shardc.cli.summary import decomposed
+from shardc.cli.pipeline_summary import pipeline_summary
+from shardc.cli.summary import decomposed, summary
 from shardc.compiler.decompose_auto import MARGIN, DecomposeChoice
 from shardc.cost.beside import beside
 from shardc.ir.diagnostic import ShardcError
@@ -211,7 +214,9 @@ def test_a_small_step_stays_whole(more: dict[str, Any]) -> None:
     program = small(SMALL, {**MASTER, **AUTO, **more})
     assert not choice_of(program).decomposed
     assert not any(call.target in DECOMPOSED for graph in program.staged.graphs() for call in graph.calls())
-    assert "whole, predicted" in " ".join(decomposed(program))
+    console = Console(width=300, record=True, file=StringIO())
+    console.print(*(pipeline_summary(program) if more else summary(program)))
+    assert "products and their collectives: whole, predicted" in console.export_text()
 
 
 @pytest.mark.parametrize(
