@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kernels_triton.match.op import KERNELS
+from shardc.compiler.decompose_auto import DecomposeChoice
 from shardc.compiler.what_varies import batch_line
 from shardc.cost.beside import beside
 from shardc.cost.flops import Flops, flops, human_flops
@@ -50,6 +51,7 @@ def summary(program: Program) -> list[RenderableType]:
         *in_buckets(program, [program.body]),
         *offloaded(program),
         *overlap(program),
+        *decomposed(program),
         *fusion(program),
         batch_line(program),
     ]
@@ -98,6 +100,11 @@ def overlap(program: Program) -> list[str]:
         counts.setdefault(row.phase, []).append(bool(row.products))
     said = [f"{sum(found)} of {len(found)} in {PHASES[phase]}" for phase, found in counts.items() if any(found)]
     return [f"collectives beside products: {', '.join(said)}"] if said else []
+
+
+def decomposed(program: Program) -> list[str]:
+    """What was predicted of decomposed products, where the plan left it to that."""
+    return [str(DecomposeChoice(*program.plan["decompose"]))] if "decompose" in program.plan else []
 
 
 def host_reads(program: Program) -> list[str]:

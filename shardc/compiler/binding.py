@@ -82,7 +82,7 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options, split: Iterabl
         split=SplitBatch(plan.overlap.split > 1 and bool(split), frozenset(split), hardware, by_time=not plan.symbols),
         align=Align(plan.align, hardware),
         late=LateGradients(plan.overlap.late_gradients, hardware, by_time=not plan.symbols),
-        decompose=Decompose(plan.overlap.decompose, any_size=bool(plan.symbols)),
+        decompose=Decompose(plan.overlap.decompose is True, any_size=bool(plan.symbols)),
         bucket=Bucket(plan.bucket_bytes),
         prefetch=Prefetch(plan.overlap.prefetch),
         fuse=Fuse(bool(plan.fuse.enabled), plan.fuse.left, plan.fuse.templates, hardware),

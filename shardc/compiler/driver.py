@@ -11,8 +11,9 @@ Each pass is verified, and shown to `Options.watch`, whatever graph it runs on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from shardc.compiler.decompose_auto import DecomposeChoice, can_decompose, choose
 from shardc.compiler.pass_pipeline import (
     Options,
     body_passes,
@@ -36,6 +37,7 @@ from shardc.ir.mesh import Mesh
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.base import Pass
+from shardc.passes.communication.decompose import Decompose
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.fusion.analysis.traffic import Traffic, traffic
 from shardc.passes.fusion.fuse import check_excluded
@@ -45,6 +47,7 @@ from shardc.passes.normalize.limit_experts import group_as_ranks
 from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.normalize.sum_parts import SumParts
 from shardc.passes.sharding.seed import Bound
+from shardc.plan.overlap import AUTO
 from shardc.plan.schema import Plan
 
 
@@ -70,7 +73,8 @@ class Task:
 class CompiledGraphs:
     """The graphs of a program for the ranks of `mesh`. `pipelined` is what they run where a pipeline cuts the body.
 
-    `traffic` is what moving data costs the body before and after fusion, where the body is fused.
+    `traffic` is what moving data costs the body before and after fusion, where the body is fused. `decompose` is what
+    was chosen where the plan left to a prediction whether products are decomposed.
     """
 
     reference: Graph
@@ -78,6 +82,7 @@ class CompiledGraphs:
     mesh: Mesh
     pipelined: StagedProgram | None = None
     traffic: tuple[Traffic, Traffic] | None = None
+    decompose: DecomposeChoice | None = None
 
 
 def compile_step(task: Task, options: Options) -> CompiledGraphs:
@@ -92,13 +97,32 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
     group_as_ranks(reference, body)
     check_excluded(body, plan.fuse.exclude)
     staged = stages_of(plan, body, task.mesh, options, task.like)
-    unfused = finish(staged, options, fused=False)
-    fused = _with_kernels(unfused, options)
+    unfused, fused, choice = _decided(task, staged, reference, options)
     if staged.body is not body:  # which no rank runs
         body.diagnostics += [note for graph in fused.graphs() for note in graph.diagnostics]
-        return CompiledGraphs(reference, body, fused.mesh, fused)
+        return CompiledGraphs(reference, body, fused.mesh, fused, decompose=choice)
     bytes_moved = (traffic(unfused.body), traffic(fused.body)) if plan.fuse.enabled else None
-    return CompiledGraphs(reference, fused.body, fused.mesh, traffic=bytes_moved)
+    return CompiledGraphs(reference, fused.body, fused.mesh, traffic=bytes_moved, decompose=choice)
+
+
+def _decided(
+    task: Task, staged: StagedProgram, reference: Graph, options: Options
+) -> tuple[StagedProgram, StagedProgram, DecomposeChoice | None]:
+    """The step before and after it is fused, with products decomposed where the plan or a prediction says so."""
+    auto = task.plan.overlap.decompose == AUTO and not task.plan.symbols
+    if not (auto and can_decompose(staged, options.hardware, task.mesh)):
+        return *_finished(staged, options), None
+    ways = {way: replace(options, decompose=Decompose(way), watch=None) for way in (False, True)}
+    steps = {way: _finished(staged.transformed(lambda graph: graph.copy()), ways[way]) for way in ways}
+    choice = choose(steps[False][1], steps[True][1], reference, options.hardware)
+    if options.watch is not None:  # which sees the passes of one way
+        return *_finished(staged, replace(ways[choice.decomposed], watch=options.watch)), choice
+    return *steps[choice.decomposed], choice
+
+
+def _finished(staged: StagedProgram, options: Options) -> tuple[StagedProgram, StagedProgram]:
+    unfused = finish(staged, options, fused=False)
+    return unfused, _with_kernels(unfused, options)
 
 
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:

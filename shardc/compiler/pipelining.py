@@ -14,7 +14,6 @@ from shardc.compiler.pass_pipeline import Options, inspect
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph
-from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.partition.cut import cut
 from shardc.partition.same_cut import StageNames
@@ -51,14 +50,14 @@ def stages_of(
         return one_stage(body)
     start = time.perf_counter()
     options.recompute.settle(body)
-    staged = _cut(plan.pipeline, plan, body, mesh, options.hardware, like)
+    staged = _cut(plan.pipeline, plan, body, mesh, options, like)
     for graph in staged.graphs():
         inspect(Cut(), graph, graph, time.perf_counter() - start, options)
     return staged
 
 
 def _cut(
-    pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh, hardware: Hardware, like: StagedProgram | None
+    pipeline: Pipelining, plan: Plan, body: Graph, mesh: Mesh, options: Options, like: StagedProgram | None
 ) -> StagedProgram:
     """The localized body is kept.
 
@@ -67,7 +66,8 @@ def _cut(
     stages, virtual = pipeline.on(mesh)
     try:
         names = None if like is None else StageNames.of(stage.forward for stage in like.stages)
-        staged = cut(body, stages, pipeline.split, hardware, pipeline.axis, names, _split(mesh, body))
+        whole, fuse = _split(mesh, body), options.fuse
+        staged = cut(body, stages, pipeline.split, options.hardware, pipeline.axis, names, whole, fuse)
     except ShardcError as wrong:
         raise ShardcError(*(_located(d, pipeline, "split", "stages") for d in wrong.diagnostics)) from None
     try:

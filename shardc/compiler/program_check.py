@@ -175,6 +175,11 @@ def _traffic(value: object) -> bool:
     return len(pairs) == 2 and all(isinstance(v, list) and len(v) == 2 and all(map(_whole, v)) for v in pairs)
 
 
+def _decompose(value: object) -> bool:
+    said: Any = value if isinstance(value, list | tuple) else ()
+    return len(said) == 3 and isinstance(said[0], bool) and all(map(_number, said[1:]))
+
+
 def _state(value: object) -> bool:
     rows: Any = value if isinstance(value, list | tuple) else ()
     return bool(rows) and all(isinstance(row, list | tuple) and len(row) == 3 and _texts(list(row)) for row in rows)
@@ -244,6 +249,7 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
     "context": _context,
     "experts": _experts,
     "fused_on": lambda value: isinstance(value, str),
+    "decompose": _decompose,
     "traffic": _traffic,
     "state": _state,
 }

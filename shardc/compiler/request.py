@@ -54,6 +54,7 @@ from shardc.passes.normalize.quantize import Quantize
 from shardc.passes.sharding.dispatch import layers_of_experts
 from shardc.passes.sharding.seed import Bound
 from shardc.plan.clipping import Clipping
+from shardc.plan.overlap import AUTO
 from shardc.plan.schema import Plan
 from shardc.runtime.execute.batch import describe_sample, leaves_of
 from shardc.runtime.execute.data_parts import DataParts
@@ -221,6 +222,12 @@ def compiled(request: Request) -> Compiled:
         record["experts"] = layers_of_experts(graphs.body)
     if fused_on:
         record["fused_on"] = fused_on
+    if plan.overlap.decompose == AUTO:
+        choice = graphs.decompose
+        decided = plan.overlap.decided(decompose=choice is not None and choice.decomposed)
+        record["text"] = plan.model_copy(update={"overlap": decided}).self_contained().dump()
+        if choice is not None:
+            record["decompose"] = list(choice)
     if graphs.traffic is not None:
         record["traffic"] = [list(moved) for moved in graphs.traffic]
     return Compiled(graphs, record, traced, bound, plan, mesh, options.strict)

@@ -81,6 +81,7 @@ class PlanRecord(TypedDict, total=False):
     context: Sequence[Sequence[Any]]  # of `passes.context.divide_attention.Divided`, a layer
     experts: Sequence[Sequence[Any]]  # of `passes.sharding.dispatch.layers_of_experts`
     fused_on: str  # where the plan leaves `fuse` open, and it is on: the GPU, in words
+    decompose: Sequence[Any]  # of `compiler.decompose_auto.DecomposeChoice`, where the plan left it to a prediction
     traffic: Sequence[Sequence[int]]  # kernels and bytes that move data, before and after fusion
 
 

@@ -2,7 +2,8 @@
 
 cost of a stage    the sum over its units of the cost of forward and backward: the seconds that the hardware's account
                    tells (`cost.call_seconds`), in FLOPs of 16-bit products that take as long; what a cut sends is
-                   weighed in the same unit
+                   weighed in the same unit. Of a body that is fused later, calls cost what their kernels take
+                   (`fused_costs`)
 best balance       the smallest possible cost of the most expensive stage, by dynamic programming over all cut points
 chosen             the cut with the fewest bytes sent, among those within 1 % of the best balance
 
@@ -18,9 +19,10 @@ from itertools import accumulate, pairwise
 
 from torch import fx
 
+from shardc.cost.call_seconds import Kind
 from shardc.cost.call_seconds import call_costs as account
 from shardc.ir.diagnostic import did_you_mean, error
-from shardc.ir.graph import info, operands
+from shardc.ir.graph import Graph, info, operands
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.links import Group
 from shardc.ir.mesh import Mesh
@@ -33,19 +35,25 @@ Starts = tuple[int, ...]  # the first unit of each stage
 
 def call_costs(analysis: StepAnalysis, hardware: Hardware = DEFAULT, mesh: Mesh | None = None) -> dict[fx.Node, float]:
     """The cost of each call of a microbatch, in FLOPs of 16-bit products that take as long. `mesh` is that of all
-    ranks, by default the body's. The latency of collectives counts where the hardware has tables of its links: of no
-    machine in particular, small models would be cut by nothing else."""
+    ranks, by default the body's."""
+    return {call: cost for call, (_, cost) in costs_by_kind(analysis.body, hardware, mesh).items()}
+
+
+def costs_by_kind(graph: Graph, hardware: Hardware, mesh: Mesh | None = None) -> dict[fx.Node, tuple[Kind, float]]:
+    """The kind and the cost of each call of a graph. The latency of collectives counts where the hardware has tables of
+    its links: of no machine in particular, small models would be cut by nothing else."""
     latency = 0.0 if hardware.tables.links else hardware.collective_start_seconds
-    costs: dict[fx.Node, float] = {}
-    for call, cost in account(analysis.body, hardware, mesh).items():
+    costs: dict[fx.Node, tuple[Kind, float]] = {}
+    for call, cost in account(graph, hardware, mesh).items():
         seconds = cost.total
         if cost.kind == "product":  # where no table of products tells, reading operands may take longer
             touched = {*operands(call), *result_values(call)}
-            seconds = max(seconds, hardware.memory_seconds(sum(map(analysis.bytes_of, touched))))
+            types = [type for value in touched if (type := info(value).type) is not None]
+            seconds = max(seconds, hardware.memory_seconds(sum(type.local_bytes(graph.mesh) for type in types)))
         elif cost.kind == "collective":
             seconds -= latency
         seconds = max(seconds, hardware.call_seconds)  # of small calls the host takes longer to issue one
-        costs[call] = seconds * hardware.bf16_flops_per_second
+        costs[call] = cost.kind, seconds * hardware.bf16_flops_per_second
     return costs
 
 
@@ -139,15 +147,20 @@ def balanced_starts(costs: Sequence[float], crossing: Sequence[float], stages: i
 
 
 def divide_large_layers(
-    analysis: StepAnalysis, stages: int, hardware: Hardware = DEFAULT, mesh: Mesh | None = None
+    analysis: StepAnalysis,
+    stages: int,
+    hardware: Hardware = DEFAULT,
+    mesh: Mesh | None = None,
+    costs: Mapping[fx.Node, float] | None = None,
 ) -> StepAnalysis:
-    """The analysis with every layer divided that costs more than one of so many stages may, as far as lists go."""
+    """The analysis with every layer divided that costs more than one of so many stages may, as far as lists go. `costs`
+    are those of calls, where they are known."""
     divisible = divisible_layers(analysis.body) if stages > 1 else frozenset[str]()
-    of_calls = call_costs(analysis, hardware, mesh) if divisible else {}
+    of_calls = costs or (call_costs(analysis, hardware, mesh) if divisible else {})
     while divisible:
-        costs = unit_costs(analysis, hardware, mesh, of_calls)
-        share = sum(costs) / stages
-        large = {unit.name for unit, cost in zip(analysis.units, costs, strict=True) if cost > share} & divisible
+        of_units = unit_costs(analysis, hardware, mesh, of_calls)
+        share = sum(of_units) / stages
+        large = {unit.name for unit, cost in zip(analysis.units, of_units, strict=True) if cost > share} & divisible
         if not large:
             break
         divisible -= large
@@ -156,16 +169,22 @@ def divide_large_layers(
 
 
 def choose_starts(
-    analysis: StepAnalysis, stages: int, hardware: Hardware = DEFAULT, axis: str = "pp", mesh: Mesh | None = None
+    analysis: StepAnalysis,
+    stages: int,
+    hardware: Hardware = DEFAULT,
+    axis: str = "pp",
+    mesh: Mesh | None = None,
+    costs: Mapping[fx.Node, float] | None = None,
 ) -> Starts:
-    """The balanced cut of a body into this many stages, which send along an axis of the mesh of all ranks."""
+    """The balanced cut of a body into this many stages, which send along an axis of the mesh of all ranks. `costs` are
+    those of calls, where they are known."""
     units = analysis.units
     if stages < 1 or len(units) < stages:
         message = f"a model of {len(units)} layers and modules cannot be cut into {stages} stages"
         shown = ", ".join(unit.name or "the model's own" for unit in units[:8]) + (", ..." if len(units) > 8 else "")
         raise error("SC221", message, cause=f"they are, in order: {shown}", hint="ask for fewer stages")
     crossing = [sent_cost(hardware, size, mesh, axis) for size in cut_bytes(analysis)]
-    return balanced_starts(unit_costs(analysis, hardware, mesh), crossing, stages)
+    return balanced_starts(unit_costs(analysis, hardware, mesh, costs), crossing, stages)
 
 
 def named_starts(analysis: StepAnalysis, split: Sequence[str]) -> Starts:

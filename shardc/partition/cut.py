@@ -29,6 +29,7 @@ from shardc.ir.storages import storages
 from shardc.partition.balance import (
     call_costs,
     choose_starts,
+    costs_by_kind,
     divide_large_layers,
     named_starts,
     send_seconds,
@@ -36,6 +37,7 @@ from shardc.partition.balance import (
 )
 from shardc.partition.cross_stage_buffers import keep_buffers_for_backward
 from shardc.partition.extract_subgraph import extract_subgraph
+from shardc.partition.fused_costs import fused_call_costs
 from shardc.partition.gather_hoisting import merge_gathers
 from shardc.partition.microbatch_sums import MicrobatchSum, split_sums
 from shardc.partition.same_cut import StageNames
@@ -43,6 +45,7 @@ from shardc.partition.stage_parts import PartKey, StageParts
 from shardc.partition.stage_recompute import reuse_received_values
 from shardc.partition.step_analysis import StepAnalysis, finest_analysis
 from shardc.partition.step_epilogue import EpilogueCut, StepEpilogue
+from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.sum_products import separate_terms
 from shardc.schedule.costs import Costs, StageCost
 from shardc.schedule.pipeline import PARTS, PartName, Pipeline, Stage, StagePart
@@ -134,11 +137,13 @@ def cut(
     axis: str = "pp",
     like: StageNames | None = None,
     mesh: Mesh | None = None,
+    fuse: Fuse | None = None,
 ) -> CutStep:
     """Cut a localized body into `stages` of equal cost, or where the modules of `split` begin, or as it was cut `like`.
 
     The stages lie along the axis, which the body's mesh does not have: what they send each other goes along it. `mesh`
-    is that of all ranks; without one, the network's tables do not say how long that takes.
+    is that of all ranks; without one, the network's tables do not say how long that takes. Stages that will be fused
+    are weighed as kernels, which `fuse` makes.
 
     The body must have been compiled with `accumulate`, also of one microbatch. Raises ShardcError (SC221) where it
     cannot be cut.
@@ -150,6 +155,14 @@ def cut(
     if split and stages is not None and stages != len(split) + 1:
         message = f"{len(split)} split points make {len(split) + 1} stages, and not {stages}"
         raise error("SC221", message, hint="leave out one of `split` and `stages`")
+    count = 1 if like is not None else len(split) + 1 if split else stages or 1
+    layers = StepAnalysis(graph)
+    by_kind = costs_by_kind(graph, hardware, mesh)
+    costs = {call: cost for call, (_, cost) in by_kind.items()}
+    layers = divide_large_layers(layers, count, hardware, mesh, costs)
+    if fuse is not None and fuse.enabled:
+        costs = fused_call_costs(layers, by_kind, fuse, hardware, mesh)
+        layers = divide_large_layers(layers, count, hardware, mesh, costs)
     if like is not None:
         analysis = finest_analysis(graph)
         starts = like.starts(analysis)
@@ -157,15 +170,18 @@ def cut(
         analysis = finest_analysis(graph)
         starts = named_starts(analysis, split)
     else:
-        analysis = divide_large_layers(StepAnalysis(graph), stages or 1, hardware, mesh)
-        starts = choose_starts(analysis, stages or 1, hardware, axis, mesh)
+        analysis = layers
+        starts = choose_starts(analysis, count, hardware, axis, mesh, costs)
     stage_of = {call: bisect_right(starts, unit) - 1 for call, unit in analysis.unit_of.items()}
     sums = split_sums(graph, stage_of)
     reuse_received_values(graph, stage_of, analysis.recomputed)
-    return _describe_cut(StageParts(graph, len(starts), stage_of, tuple(sums), kept_gathers), hardware, axis, mesh)
+    parts = StageParts(graph, len(starts), stage_of, tuple(sums), kept_gathers)
+    return _describe_cut(parts, call_costs(parts.analysis, hardware, mesh) | costs, hardware, axis, mesh)
 
 
-def _describe_cut(parts: StageParts, hardware: Hardware, axis: str, mesh: Mesh | None) -> CutStep:
+def _describe_cut(
+    parts: StageParts, costs: Mapping[fx.Node, float], hardware: Hardware, axis: str, mesh: Mesh | None
+) -> CutStep:
     sizes, trains = _value_bytes(parts), not parts.graph.is_forward_only
     bodies = tuple(_stage_bodies(parts, stage) for stage in range(parts.count))
     single_stage_sums = [_single_stage_sums(parts, stage) for stage in range(parts.count)]
@@ -190,7 +206,7 @@ def _describe_cut(parts: StageParts, hardware: Hardware, axis: str, mesh: Mesh |
         {name: tuple(values) for name, values in bundles.items()},
         parts.sums,
         parts.sum_stages,
-        _costs(parts, sizes, hardware, axis, mesh),
+        _costs(parts, sizes, costs, hardware, axis, mesh),
         epilogue,
     )
 
@@ -275,8 +291,14 @@ def _value_bytes(parts: StageParts) -> dict[str, int]:
     return sizes
 
 
-def _costs(parts: StageParts, sizes: Mapping[str, int], hardware: Hardware, axis: str, mesh: Mesh | None) -> Costs:
-    cost = call_costs(parts.analysis, hardware, mesh)
+def _costs(
+    parts: StageParts,
+    sizes: Mapping[str, int],
+    cost: Mapping[fx.Node, float],
+    hardware: Hardware,
+    axis: str,
+    mesh: Mesh | None,
+) -> Costs:
     stage_costs: list[StageCost] = []
     crossing = 0
     for stage in range(parts.count):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import ValidationInfo, model_validator
 
@@ -13,6 +13,7 @@ from shardc.plan.values import FrozenValue, source_of
 
 FLAGS = ("late_gradients", "prefetch")  # which are on by default
 WORDS = (*FLAGS, "decompose")
+AUTO = "auto"
 
 
 class Overlapping(FrozenValue):
@@ -20,13 +21,14 @@ class Overlapping(FrozenValue):
     passes/communication/late_gradients.py. `prefetch`: what gathers of parameters send is made when they may begin; see
     passes/communication/prefetch.py. `split`: in how many parts the batch runs, interleaved, 1 or 2; see
     passes/communication/split_batch.py. `decompose`: whether products gather their operands, or scatter their results,
-    piece by piece; see passes/communication/decompose.py. In short: false, which is nothing of this, or true, which
+    piece by piece; see passes/communication/decompose.py; `auto` where a step is predicted to be faster so, see
+    compiler/decompose_auto.py. In short: false, which is nothing of this, or true, which
     leaves the batch and the products whole."""
 
     late_gradients: bool = True
     prefetch: bool = True
     split: int = 1
-    decompose: bool = False
+    decompose: bool | Literal["auto"] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -44,9 +46,14 @@ class Overlapping(FrozenValue):
             if key == "split" and not (type(said) is int and said in (1, HALVES)):
                 hint = f"write overlap: {{split: {HALVES}}}, or leave it out; accumulate takes any number"
                 raise _located(f"'overlap.split' should be 1 or {HALVES}, not {said!r}", info, "split", hint=hint)
-            if key in WORDS and not isinstance(said, bool):
-                raise _located(f"'overlap.{key}' should be true or false, not {said!r}", info, str(key))
+            if key in WORDS and not isinstance(said, bool) and (key, said) != ("decompose", AUTO):
+                words = "true, false or auto" if key == "decompose" else "true or false"
+                raise _located(f"'overlap.{key}' should be {words}, not {said!r}", info, str(key))
         return cast(Any, value)
+
+    def decided(self, decompose: bool) -> Overlapping:
+        """As it is compiled, where `decompose` was left to a prediction."""
+        return self.model_copy(update={"decompose": decompose})
 
     @property
     def without_split(self) -> Overlapping:
@@ -56,7 +63,7 @@ class Overlapping(FrozenValue):
         """As plain data, in its short form; None where it is the default."""
         off = {name: False for name in FLAGS if not getattr(self, name)}
         said: dict[str, object] = {**off, **({"split": self.split} if self.split > 1 else {})}
-        said |= {"decompose": True} if self.decompose else {}
+        said |= {"decompose": self.decompose} if self.decompose else {}
         return False if len(off) == len(FLAGS) and len(said) == len(off) else said or None
 
 

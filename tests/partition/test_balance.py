@@ -14,12 +14,21 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardc
 from shardc.ir.diagnostic import ShardcError
-from shardc.ir.graph import info
+from shardc.ir.graph import Graph, info
 from shardc.ir.hardware import DEFAULT
 from shardc.ir.links import Group
-from shardc.partition.balance import balanced_starts, choose_starts, cut_bytes, divide_large_layers, unit_costs
+from shardc.partition.balance import (
+    balanced_starts,
+    choose_starts,
+    costs_by_kind,
+    cut_bytes,
+    divide_large_layers,
+    unit_costs,
+)
 from shardc.partition.cut import cut
+from shardc.partition.fused_costs import fused_call_costs
 from shardc.partition.step_analysis import StepAnalysis
+from shardc.passes.fusion.fuse import Fuse
 from shardc.plan.hardware import hardware
 from tests.partition.whole import compiled, step
 
@@ -167,19 +176,79 @@ class Ends(nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
 
 
-def piped(pipeline: dict[str, object], hardware: str, mesh: str = "pp=2") -> shardc.Program:
+class Images(nn.Module):
+    """Residual blocks of convolutions and group norms, which spend most of their time in memory."""
+
+    def __init__(self, blocks: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, stride=2, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(8, width), nn.GELU(), nn.Conv2d(width, width, 1)
+            )
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3))).float().square().mean()
+
+
+def batch_of(model: nn.Module) -> torch.Tensor:
+    if isinstance(model, Images):
+        return torch.zeros(64, 3, 64, 64, dtype=torch.bfloat16)
+    return torch.zeros(8, 1024, dtype=torch.long)
+
+
+def piped(
+    pipeline: dict[str, object], hardware: str, mesh: str = "pp=2", of: type[nn.Module] = Ends, *, fuse: bool = True
+) -> shardc.Program:
     with torch.device("meta"):
-        model, tokens = Ends().to(torch.bfloat16), torch.zeros(8, 1024, dtype=torch.long)
-    plan = {"hardware": hardware, "fuse": False, "pipeline": {"microbatches": 8, **pipeline}}  # as stages are weighed
-    return shardc.compile(model, tokens, mesh=mesh, plan=plan)
+        model = of().to(torch.bfloat16)
+        batch = batch_of(model)
+    plan = {"hardware": hardware, "fuse": fuse, "pipeline": {"microbatches": 8, **pipeline}}
+    return shardc.compile(model, batch, mesh=mesh, plan=plan)
 
 
-def test_no_other_cut_is_predicted_to_be_faster() -> None:
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize(("of", "blocks"), [(Ends, 5), (Images, 6)])
+def test_no_other_cut_is_predicted_to_be_faster(of: type[nn.Module], blocks: int, fuse: bool) -> None:
     """Of an H200: embeddings move memory, the head is one large product and a loss of float32."""
-    chosen = piped({}, "h200").predict("h200").step_ms
-    others = {at: piped({"split": [f"blocks.{at}"]}, "h200").predict("h200").step_ms for at in (1, 2, 3, 4)}
-    assert chosen <= 1.02 * min(others.values())
-    assert max(others.values()) > 1.1 * chosen, "the cut matters"
+    chosen = piped({}, "h200", of=of, fuse=fuse).predict("h200").step_ms
+    cuts = [piped({"split": [f"blocks.{at}"]}, "h200", of=of, fuse=fuse) for at in range(1, blocks)]
+    others = [program.predict("h200").step_ms for program in cuts]
+    assert chosen <= 1.02 * min(others)
+    assert max(others) > 1.1 * chosen, "the cut matters"
+
+
+def test_a_body_that_will_be_fused_is_cut_as_its_kernels_weigh() -> None:
+    """The loss of float32 is many calls and few kernels: the last stage has room for another block."""
+    blocks: dict[bool, int] = {}
+    for fuse in (False, True):
+        last = piped({}, "h200", fuse=fuse).staged.stages[1].forward
+        names = (info(call).fqn.split(".") for call in last.calls())
+        blocks[fuse] = len({name[1] for name in names if name[0] == "blocks"})
+    assert blocks == {False: 1, True: 2}
+
+
+def test_of_equal_layers_one_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deep(Ends):
+        def __init__(self, blocks: int) -> None:
+            super().__init__(blocks, 64, 128)
+
+    fused: dict[int, int] = {}
+    for blocks in (6, 12):
+        with torch.device("meta"):
+            model, tokens = Deep(blocks).to(torch.bfloat16), torch.zeros(8, 64, dtype=torch.long)
+        body = step(model, tokens, 8).body
+        runs = list[Graph]()
+        monkeypatch.setattr(Fuse, "run", lambda _, graph, runs=runs: runs.append(graph) or graph)
+        fused_call_costs(StepAnalysis(body), costs_by_kind(body, DEFAULT), Fuse(), DEFAULT)
+        fused[blocks] = len(runs)
+    assert 0 < fused[6] == fused[12] < 16
 
 
 def test_schedules_are_searched_with_the_latency_of_links() -> None:

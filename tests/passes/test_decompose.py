@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import shardc
+from benchmarks.measured_models import SIZES
+from shardc.cli.pipeline_summary import pipeline_summary
+from shardc.cli.summary import decomposed, summary
+from shardc.compiler.decompose_auto import MARGIN, DecomposeChoice
 from shardc.cost.beside import beside
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import info, op_name, operands, results, type_of
@@ -21,7 +27,7 @@ from shardc.ir.text import print_graph
 from shardc.passes.communication.decompose import Decompose
 from shardc.passes.infer_placement import placement_faults
 from tests.api.test_communication import compiled
-from tests.passes.test_late_gradients import GATED, PLANS, SEQUENCE, SMALL, large, results_of, small
+from tests.passes.test_late_gradients import COLUMNS, GATED, PLANS, SEQUENCE, SMALL, large, results_of, small
 from tests.replanned import replanned
 
 DECOMPOSE: dict[str, Any] = {"overlap": {"decompose": True}}
@@ -153,8 +159,10 @@ def test_a_call_covers_its_own_collective() -> None:
 def test_words_of_a_plan() -> None:
     plan = shardc.Plan.from_dict({"overlap": {"decompose": True}})
     assert shardc.Plan.parse(plan.dump()) == plan != shardc.Plan.from_dict({})
+    auto = shardc.Plan.from_dict(AUTO)
+    assert shardc.Plan.parse(auto.dump()) == auto != plan
     assert not shardc.Plan.from_dict({"overlap": True}).overlap.decompose
-    with pytest.raises(ShardcError, match=r"SC208(.|\n)*'overlap.decompose' should be true or false, not 2"):
+    with pytest.raises(ShardcError, match=r"SC208(.|\n)*'overlap.decompose' should be true, false or auto, not 2"):
         shardc.Plan.from_dict({"overlap": {"decompose": 2}})
 
 
@@ -164,6 +172,81 @@ def test_a_prediction_knows_what_pieces_hide() -> None:
     program = replanned(whole, **DECOMPOSE)
     exposed, before = (sum(row.exposed_ms for row in p.predict("h200-nvlink").exposed_ms) for p in (program, whole))
     assert exposed < before
+
+
+# ---------------------------------------------------------------------- by prediction
+AUTO: dict[str, Any] = {"overlap": {"decompose": "auto"}, "hardware": "h200-nvlink"}
+MASTER: dict[str, Any] = {"mesh": "tp=2", "precision": {"compute": "bf16", "master": "fp32"}, **SEQUENCE}
+
+
+def choice_of(program: shardc.Program) -> DecomposeChoice:
+    return DecomposeChoice(*program.plan.get("decompose", ()))
+
+
+# Products of a step that waits for its links hide what they send; over NVLink they take longer than that is worth.
+SLOW_LINKS: dict[str, Any] = {"like": "default", "device": "gpu", "link_bytes_per_second": 5e10}
+
+
+@pytest.mark.parametrize(("hardware", "pays"), [(SLOW_LINKS, True), ("h200-nvlink", False)])
+def test_a_large_step_is_decomposed_where_that_is_predicted_to_be_faster(hardware: object, pays: bool) -> None:
+    sizes = replace(SIZES["llama3-8b-slice"], layers=1)
+    with torch.device("meta"):
+        model, ids = sizes.model().to(torch.bfloat16), torch.zeros(1, sizes.sequence, dtype=torch.long)
+    plan = {"mesh": "tp=4", "params": COLUMNS, **SEQUENCE, "hardware": hardware}
+    programs: dict[bool | str, shardc.Program] = {}
+    for said in (False, True, "auto"):
+        overlap = {"overlap": {"decompose": said}}
+        programs[said] = shardc.compile(model, {"tokens": ids, "targets": ids}, plan={**plan, **overlap})
+    ms = {said: program.predict().step_ms for said, program in programs.items()}
+    auto, choice = programs["auto"], choice_of(programs["auto"])
+    assert (choice.whole_ms, choice.decomposed_ms) == pytest.approx((ms[False], ms[True]))
+    assert choice.decomposed == pays == (ms[True] < (1 - MARGIN) * ms[False])
+    assert auto.text() == programs[pays].text()
+    assert shardc.Plan.parse(auto.plan.get("text", "")).overlap.decompose is pays
+    chosen, other = ("piece by piece", "whole") if pays else ("whole", "piece by piece")
+    (line,) = decomposed(auto)
+    assert f"{chosen}, predicted {ms[pays]:.2f} ms a step, {other} {ms[not pays]:.2f}" in line
+
+
+@pytest.mark.parametrize("more", [{}, {"pipeline": {"axis": "pp", "microbatches": 2}, "mesh": "pp=2, tp=2"}])
+def test_a_small_step_stays_whole(more: dict[str, Any]) -> None:
+    """Its time is the host's: of what it launches no saving is believed."""
+    program = small(SMALL, {**MASTER, **AUTO, **more})
+    assert not choice_of(program).decomposed
+    assert not any(call.target in DECOMPOSED for graph in program.staged.graphs() for call in graph.calls())
+    console = Console(width=300, record=True, file=StringIO())
+    console.print(*(pipeline_summary(program) if more else summary(program)))
+    assert "products and their collectives: whole, predicted" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"hardware": "cpu-gloo"},
+        {"hardware": {"like": "h200-nvlink", "accelerators_per_node": 1}},
+        {"symbols": {"B": ["tokens.0", "targets.0"]}},
+    ],
+)
+def test_nothing_is_chosen_where_no_device_runs_it_in_pieces(said: dict[str, Any]) -> None:
+    program = small(SMALL, {**MASTER, **AUTO, **said})
+    assert "decompose" not in program.plan
+    assert counted(program) == Counter()
+
+
+def test_the_passes_of_one_way_are_watched() -> None:
+    seen = list[str]()
+    whole = small(SMALL, {**MASTER, **AUTO, "overlap": {"decompose": False}})
+    assert whole.request is not None
+    program = whole.recompiled(
+        replace(
+            whole.request,
+            plan={"params": COLUMNS, **MASTER, **AUTO},
+            watch=lambda pass_, *_: seen.append(pass_.name),
+        )
+    )
+    assert "decompose" in program.plan
+    assert seen.count("decompose") == 1
+    assert program.text() == whole.text()
 
 
 # ---------------------------------------------------------------------- what stays whole

@@ -72,7 +72,8 @@ def cases(draw: st.DrawFn) -> tuple[str, Mesh, dict[str, Any], str, int]:
             "zero": draw(st.sampled_from((1, 2, 3))), "axes": axes, "regather": draw(st.booleans())
         }  # fmt: skip
     plan["accumulate"] = draw(st.sampled_from((1, 2, 3)))
-    plan["overlap"] = {"split": draw(st.sampled_from((1, 1, 2))), "decompose": draw(st.booleans())}
+    decompose = draw(st.sampled_from((False, True, "auto")))
+    plan["overlap"] = {"split": draw(st.sampled_from((1, 1, 2))), "decompose": decompose}
     plan["fuse"] = draw(fusions)
     plan["bucket"] = draw(st.sampled_from((False, True, 2000)))
     plan["recompute"] = draw(st.sampled_from(("none", "full", "selective", {"budget": 4096})))

@@ -127,10 +127,10 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.partition": """
-            __init__ balance checkpoint_bytes cross_stage_buffers cut extract_subgraph gather_hoisting memory
-            memory_walk microbatch_sums prediction program_counter rank_costs same_cut same_state split_backward
-            stage_arena stage_parts stage_recompute staged_check staged_program step_analysis step_epilogue
-            transfer_report
+            __init__ balance checkpoint_bytes cross_stage_buffers cut extract_subgraph fused_costs gather_hoisting
+            memory memory_walk microbatch_sums prediction program_counter rank_costs same_cut same_state
+            split_backward stage_arena stage_parts stage_recompute staged_check staged_program step_analysis
+            step_epilogue transfer_report
         """,
         "shardc.frontend": """
             __init__ amax_history append buffer_writers buffers cached_model carried_state chunk_states cleanup
@@ -174,8 +174,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.compiler": """
-            __init__ binding driver fusion_default generation pass_pipeline pipelining program_check rank request
-            step_plan what_varies
+            __init__ binding decompose_auto driver fusion_default generation pass_pipeline pipelining program_check
+            rank request step_plan what_varies
         """,
     },
     {
