@@ -1,5 +1,8 @@
 """What a trace may read, changed behind the back of a key: each case yields a request, changes one thing, and yields
-again. The two keys differ, or there is none; one key for both would be a wrong program."""
+again. The two keys differ, or there is none; one key for both would be a wrong program.
+
+Longer than 400 lines: all cases are of one kind, and go through the same few functions.
+"""
 
 import enum
 import functools
