@@ -337,7 +337,7 @@ def _shared_descriptions() -> Generator[None]:
 
 @contextmanager
 def _remembered_calls(mode: FakeTensorMode, on_node: Callable[[fx.Node], None]) -> Generator[None]:
-    """Record a call without torch's machinery where an equal one has been recorded, at a sixth of its cost.
+    """Record a call without torch's machinery where an equal one has been recorded.
 
     Equal are calls of one op with the same constants and with tensors of the same geometry, dtype and device: what they
     make has one geometry, which the first call, recorded by torch, has told. Torch's own cache of such results is read
