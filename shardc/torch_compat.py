@@ -40,8 +40,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.func import functionalize
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKeyTracer, get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -76,8 +77,15 @@ def add_node(
         else:
             namespace._base_count.setdefault(name, 0)
         namespace._used_names.add(name)
+    return _add_named(graph, name, op, target, args, kwargs)
+
+
+def _add_named(
+    graph: fx.Graph, name: str, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.Node:
+    """A node of a name that the graph's namespace has given out for it."""
     node = fx.Node(graph, name, op, target, args, kwargs)
-    namespace._obj_to_name[node] = name
+    graph._graph_namespace._obj_to_name[node] = name
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
@@ -133,6 +141,8 @@ def record(
         stack.enter_context(_quiet_stacks())
         stack.enter_context(_no_tensor_meta())
         stack.enter_context(_shared_descriptions())
+        stack.enter_context(_remembered_calls(mode, on_node))
+        stack.enter_context(_use_lazy_graph_module(True))  # nobody runs its code: the graph is changed first
         gm = make_fx(fn, **options)(*inputs)
     for node in reversed(gm.graph.nodes):  # an op that raised, and whose error `fn` caught, has computed nothing
         raised = isinstance(node.target, OpOverload) and node.target._schema.returns and "val" not in node.meta
@@ -323,6 +333,247 @@ def _shared_descriptions() -> Generator[None]:
         yield
     finally:
         module.snapshot_fake = original
+
+
+@contextmanager
+def _remembered_calls(mode: FakeTensorMode, on_node: Callable[[fx.Node], None]) -> Generator[None]:
+    """Record a call without torch's machinery where an equal one has been recorded.
+
+    Equal are calls of one op with the same constants and with tensors of the same geometry, dtype and device: what they
+    make has one geometry, which the first call, recorded by torch, has told. Torch's own cache of such results is read
+    below the proxies and takes longer than making the node. Whatever is more than that is torch's: ops that write,
+    draw, read values, are decomposed, or are neither ATen's nor ours; tensors that are constants, complex, or of
+    another class.
+    """
+    memory = _CallMemory(mode, on_node)
+    original = ProxyTorchDispatchMode.__torch_dispatch__
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
+        if func in memory.refused or not memory.serves(self, func):
+            return original(self, func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            arguments: list[Any] = []
+            try:
+                key = memory.key(func, args, kwargs, arguments)
+                known = memory.results.get(key)
+            except (_UnlikeError, TypeError):  # TypeError: what has no hash
+                key = known = None
+            if known is not None:
+                return memory.recorded(func, args, kwargs or {}, arguments, known)
+        if key is None or key in memory.results:
+            return original(self, func, types, args, kwargs)
+        graph = self.tracer.graph
+        last = graph._root._prev
+        result = original(self, func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            memory.results[key] = memory.learnt(func, arguments, result, last)
+        return result
+
+    ProxyTorchDispatchMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ProxyTorchDispatchMode.__torch_dispatch__ = original  # type: ignore[method-assign]
+
+
+_DEVICE = torch.ops.prim.device.default
+_UNLIKE_TAGS = frozenset(
+    tag
+    for name in ("data_dependent_output", "dynamic_output_shape", "nondeterministic_seeded", "inplace_view")
+    if (tag := getattr(torch.Tag, name, None)) is not None
+)
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+def _decomposed_by(proxies: Any) -> Mapping[Any, Any]:
+    """The ops that a recording takes apart: its mode's, or before torch 2.12 the module's."""
+    own = getattr(proxies, "decomposition_table", None)
+    return getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", {}) if own is None else own
+
+
+class _UnlikeError(Exception):
+    """A call has an argument by which no other call is known."""
+
+
+class _Made(NamedTuple):
+    """A result: its geometry, which of the tensors among the call's arguments it is a view of (None: of none), and what
+    a fake tensor of it has as attributes, and a node of it as `val`."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    view_of: int | None
+    described: Any
+    attributes: dict[str, Any]
+
+
+class _Results(NamedTuple):
+    """What a call makes: one tensor, or a list or tuple of them."""
+
+    kind: type[list[Any]] | type[tuple[Any, ...]] | None
+    made: tuple[_Made, ...]
+
+
+class _CallMemory:
+    """What calls of ops made, in one recording, by op, constants and geometries."""
+
+    def __init__(self, mode: FakeTensorMode, on_node: Callable[[fx.Node], None]) -> None:
+        self.mode = mode
+        self.on_node = on_node
+        self.tracer: Any = None
+        self.tracked: Any = None
+        self.admitted: dict[Any, str] = {}  # ops whose calls are remembered, and what nodes of theirs are called
+        self.refused: set[Any] = set()
+        self.results: dict[Any, _Results | None] = {}
+
+    def serves(self, proxies: Any, op: Any) -> bool:
+        """Is the op one whose calls may be remembered, and this the recording that they are of?"""
+        if self.tracer is None:
+            self.tracer, self.tracked = proxies.tracer, proxies.tracer.tensor_tracker
+        if proxies.tracer is not self.tracer or torch.is_inference_mode_enabled():
+            return False
+        if op not in self.admitted:
+            if (
+                not isinstance(op, OpOverload)
+                or op.namespace not in ("aten", "prims", "shardc")
+                or op._schema.is_mutable
+                or op.name().startswith(("aten::lift", "aten::as_strided"))
+                or not _UNLIKE_TAGS.isdisjoint(op.tags)
+            ):
+                self.refused.add(op)
+                return False
+            self.admitted[op] = proxies.tracer.graph._target_to_str(op.overloadpacket.__name__)
+        return op not in _decomposed_by(proxies)
+
+    def key(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
+        """By what a call is known; the slots of its tensors go to `tensors`. Raises _UnlikeError, TypeError."""
+        parts: list[Any] = [op, torch.get_default_dtype(), torch.is_grad_enabled()]
+        self._extend(parts, args, tensors)
+        for name, value in kwargs.items() if kwargs else ():
+            parts.append(name)
+            self._extend(parts, (value,), tensors)
+        if not tensors:
+            raise _UnlikeError
+        return tuple(parts)
+
+    def _extend(self, parts: list[Any], values: Any, tensors: list[Any]) -> None:
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                slot = self.tracked.get(value)
+                if slot is None or slot.constant is not None or not self._is_plain(value) or value.is_inference():
+                    raise _UnlikeError
+                geometry = value.shape, value.stride(), value.storage_offset()
+                parts.append((*geometry, value.dtype, value.fake_device, value.requires_grad))
+                tensors.append((value, slot.proxy))
+            elif kind in _PLAIN:
+                parts += (kind, value)
+            elif kind is list or kind is tuple:
+                parts += (kind, len(value))
+                self._extend(parts, value, tensors)
+            else:
+                raise _UnlikeError
+
+    def _is_plain(self, t: FakeTensor) -> bool:
+        """Is a tensor of the recording's mode known by its geometry, dtype and device?"""
+        return (
+            t.fake_mode is self.mode
+            and t.constant is None
+            and t.real_tensor is None
+            and t.layout is torch.strided
+            and not (t.is_complex() or t.is_neg() or t._is_zerotensor())
+        )
+
+    def learnt(self, op: OpOverload, tensors: list[Any], result: Any, last: fx.Node) -> _Results | None:
+        """What a call made that torch has recorded behind the node `last`; None where another could not be known by it.
+
+        It must have added one node of this op, and one for each of its results if these are several.
+        """
+        kind = type(result) if type(result) in (tuple, list) else None
+        results = [result] if kind is None else list(result)
+        nodes: list[fx.Node] = []
+        node = last._next
+        while node is not node.graph._root:
+            nodes.append(node)
+            node = node._next
+        if [node.target for node in nodes] != [op, *([operator.getitem] * len(results) if kind else [])]:
+            return None
+        if not all(type(t) is FakeTensor and self._is_plain(t) and not t.requires_grad for t in results):
+            return None
+        storages = [t.untyped_storage()._cdata for t, _ in tensors]
+        own = [t.untyped_storage()._cdata for t in results]
+        if len(set(own)) < len(own) or (kind and not set(own).isdisjoint(storages)):
+            return None
+        made: list[_Made] = []
+        for t, node, storage in zip(results, nodes[1:] if kind else nodes, own, strict=True):
+            slot = self.tracked.get(t)
+            if slot is None or slot.constant is not None or slot.proxy.node is not node or storages.count(storage) > 1:
+                return None
+            view_of = storages.index(storage) if storage in storages else None
+            if view_of is not None and t is tensors[view_of][0]:
+                return None
+            geometry = tuple(t.shape), t.stride(), t.storage_offset()
+            one = _Made(*geometry, t.dtype, t.fake_device, view_of, node.meta["val"], {})
+            twin = FakeTensor(self.mode, self._geometry(one, tensors), one.device)
+            one.attributes.update(twin.__dict__)
+            same_keys = torch._C._dispatch_key_set(twin) == torch._C._dispatch_key_set(t)
+            if not same_keys or twin.untyped_storage().nbytes() != t.untyped_storage().nbytes():
+                return None
+            made.append(one)
+        return _Results(kind, tuple(made))
+
+    def _geometry(self, made: _Made, tensors: list[Any]) -> Tensor:
+        """A result on the meta device, as the mode's own cache makes one that it knows."""
+        with torch._C._DisableTorchDispatch():
+            empty = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+            if made.view_of is not None:
+                empty.set_(tensors[made.view_of][0].untyped_storage(), made.offset, made.shape, made.stride)
+        return empty
+
+    def recorded(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[Any], known: _Results) -> Any:
+        """Record a call, and return what it makes."""
+        proxies = iter(tensors)
+
+        def as_node(value: Any) -> Any:
+            kind = type(value)
+            if kind is FakeTensor:
+                return next(proxies)[1].node
+            return kind(map(as_node, value)) if kind is list or kind is tuple else value
+
+        node = self._node(op, self.admitted[op], tuple(map(as_node, args)), {k: as_node(v) for k, v in kwargs.items()})
+        if known.kind is None:
+            return self._tracked(node, known.made[0], tensors)
+        node.meta["val"] = known.kind([made.described for made in known.made])
+        results: list[Tensor] = []
+        for place, made in enumerate(known.made):
+            element = self._node(operator.getitem, "getitem", (node, place), {})
+            results.append(self._tracked(element, made, tensors))
+        return known.kind(results)
+
+    def _node(self, target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        graph = self.tracer.graph
+        name = graph._graph_namespace.create_name(name, None)
+        node = _add_named(graph, name, "call_function", target, args, kwargs)
+        self.on_node(node)
+        return node
+
+    def _tracked(self, node: fx.Node, made: _Made, tensors: list[Any]) -> Tensor:
+        """A result of a node. `FakeTensor(...)` would set each attribute anew, in four times as long."""
+        node.meta["val"] = made.described
+        make: Any = Tensor._make_subclass  # type: ignore[attr-defined]
+        elem = self._geometry(made, tensors)
+        result: Any = make(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=made.device)
+        if not self.mode._allow_unsafe_data_ptr_access:
+            torch._C._set_throw_on_mutable_data_ptr(result)
+        else:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(result)
+        result.__dict__.update(made.attributes)
+        self.tracked[result] = proxy_tensor._ProxyTensor(self.tracer.proxy(node), None)
+        return result
 
 
 @contextmanager

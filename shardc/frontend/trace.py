@@ -401,7 +401,7 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = _named_inputs(step, placeholders)
     replaced = clean(graph, inputs, origins)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure())  # the second takes long
     captured = {n: cast("Tensor", getattr(gm, str(n.target))) for n in graph.nodes if n.op == "get_attr"}
     refuse_frozen(step.model, captured, lambda node: origins.of.get(node, Origin()))
     by_target = constants_as_inputs(graph, placeholders[-1])

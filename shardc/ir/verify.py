@@ -65,11 +65,17 @@ def types_sound(graph: Graph) -> list[str]:
     """V1: in one value, an axis of the mesh shards one atom, once, or is pending; atoms are larger than 1."""
     axes = frozenset(graph.mesh.names)
     faults: list[str] = []
+    sound: set[int] = set()  # types by identity, of which equal ones of a graph have few
     for node in _nodes(graph):
         about = info(node)
-        for type in (about.type, *about.results):
-            if type is not None and (wrong := _type_fault(type, axes)):
-                faults.append(f"V1 {about.name}: {type} {wrong}")
+        for type in (about.type, *about.results) if about.results else (about.type,):
+            if type is not None and id(type) not in sound:
+                if wrong := _type_fault(type, axes):
+                    faults.append(f"V1 {about.name}: {type} {wrong}")
+                else:
+                    sound.add(id(type))
+        if not (about.assignment or about.passes):
+            continue
         split = [axis for _, over in about.assignment for axis in over] + list(about.passes)
         if not axes.issuperset(split):
             faults.append(
@@ -132,12 +138,12 @@ def ordered(graph: Graph) -> list[str]:
     faults: list[str] = []
     defined: set[fx.Node] = set()
     for node in graph.fx.nodes:
-        name = "the output" if node.op == "output" else info(node).name
+        getitem = node.target is operator.getitem
         for value in node.all_input_nodes:
             if value not in defined:
-                faults.append(f"{name} uses {value.name} before it is defined")
-            elif info(value).type is None and node.target is not operator.getitem:
-                faults.append(f"{name} uses {info(value).name} whole")
+                faults.append(f"{_name(node)} uses {value.name} before it is defined")
+            elif not getitem and info(value).type is None:
+                faults.append(f"{_name(node)} uses {info(value).name} whole")
         defined.add(node)
         if node.op == "call_function" and node.target is not operator.getitem:
             faults += _results_fit(node)
@@ -152,6 +158,10 @@ CHECKS: tuple[Callable[[Graph], list[str]], ...] = (
     ordered,
     crossing,
 )
+
+
+def _name(node: fx.Node) -> str:
+    return "the output" if node.op == "output" else info(node).name
 
 
 def _nodes(graph: Graph) -> Iterable[fx.Node]:

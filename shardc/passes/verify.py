@@ -7,8 +7,8 @@ kept, and returns one line a violation. A violation is our bug, so the compiler 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 from torch import fx
@@ -16,44 +16,32 @@ from torch import fx
 from kernels_triton.base.buckets import starts
 from shardc.cost.memory import memory
 from shardc.ir.collectives import collectives as all_collectives
-from shardc.ir.graph import Graph, Port, info, operands, producer, results, type_of
-from shardc.ir.ops import collectives, local
+from shardc.ir.graph import Graph, Port, info, operands, results, type_of
+from shardc.ir.ops import collectives
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, shapes_of
-from shardc.ir.ops.exchange import COMBINE_ROWS, EXCHANGE_COUNTS, EXCHANGES, ROW_MOVES
-from shardc.ir.ops.expert_capacity import LIMIT_ROWS
-from shardc.ir.ops.experts import GATHER_ROWS, GROUP_ROWS, UNGROUP_ROWS
 from shardc.ir.ops.host_copies import HOST_COPIES
 from shardc.ir.schema import given
-from shardc.ir.types import TensorType
 from shardc.passes.base import Check, split_of
 from shardc.passes.fusion.clustering.memory_budget import allowed_peak
 from shardc.passes.normalize.normalize import only_core_ops
 from shardc.passes.sharding.insert_reshards import operand_types, output_types
 from shardc.passes.sharding.settle_partials import produced
+from shardc.passes.verify_groups import groups_agree
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
 
-MOVES = (*collectives.COLLECTIVES, collectives.reshard, local.shard_slice, local.slice_blocks)
 Comparison = Callable[[Graph, Graph], list[str]]  # of a graph before a pass and after it
 
 
 # Of a call the projection that its atoms agree with. As long as `project` gives the same, the call, its rule and the
 # atoms of its tensors are the same too.
 _nested: WeakKeyDictionary[fx.Node, Projection] = WeakKeyDictionary()
-
-
-def no_axis_twice(graph: Graph) -> list[str]:
-    """V1: in one value an axis of the mesh shards at most one atom, once, and is not pending as well."""
-    axes = frozenset(graph.mesh.names)
-    return [f"V1 {info(value).name}: {type_of(value)}" for value in graph.values() if _misused(type_of(value), axes)]
-
-
-@lru_cache(maxsize=65536)
-def _misused(type: TensorType, axes: frozenset[str]) -> bool:
-    """Few types fill a graph of thousands of values, so each is looked at once."""
-    used = [a for atom in type.atoms for a in atom.axes] + [a for a, _ in type.partial]
-    return len(used) != len(set(used)) or not axes.issuperset(used)
+# Of the calls of a graph what a check has read that held. As long as all of it is the same, it is not made again. By
+# graphs and not by nodes, which what is read would keep.
+Held = WeakKeyDictionary[Graph, dict[fx.Node, list[object]]]
+_results_held: Held = WeakKeyDictionary()
+_operands_held: Held = WeakKeyDictionary()
 
 
 def atoms_nest(graph: Graph) -> list[str]:
@@ -86,34 +74,42 @@ def atoms_nest(graph: Graph) -> list[str]:
 def results_follow_rules(graph: Graph) -> list[str]:
     """V3: every result is what the rule yields from the assignment; no blocked piece is split."""
     faults: list[str] = []
-    for node in _ruled(graph):
+    for node, before in _changed(graph, _results_held):
         projection = project(node)
         split = split_of(node, projection)
+        wrong: list[str] = []
         if set(split) & projection.blocked:
-            faults.append(f"V3 {info(node).name} splits a piece that it needs whole")
+            wrong.append(f"V3 {info(node).name} splits a piece that it needs whole")
         for k, value in enumerate(results(node)):
             if value is None:
                 continue
             want = produced(type_of(value), projection, split, info(node).passes, k)
             if want != type_of(value):
-                faults.append(f"V3 {info(value).name} is {type_of(value)}, its rule yields {want}")
+                wrong.append(f"V3 {info(value).name} is {type_of(value)}, its rule yields {want}")
+        if not wrong:
+            _results_held[graph][node] = before
+        faults += wrong
     return faults
 
 
 def operands_match(graph: Graph) -> list[str]:
     """V4: operands are as their op demands; pending sums reach linear operands, a sum's all or a product's one."""
     faults: list[str] = []
-    for node in _ruled(graph):
+    for node, before in _changed(graph, _operands_held):
+        wrong: list[str] = []
         for value, need in zip(operands(node), operand_types(node), strict=True):
             if type_of(value) != need:
-                faults.append(f"V4 {info(node).name} reads {info(value).name} as {type_of(value)}, needs {need}")
+                wrong.append(f"V4 {info(node).name} reads {info(value).name} as {type_of(value)}, needs {need}")
         projection = project(node)
         for axis in info(node).passes:
             pending = [i for i, v in enumerate(operands(node)) if axis in type_of(v).partial_axes]
             joint = projection.linear == "joint" and len(pending) == len(operands(node))
             single_operand = projection.linear != "joint" and len(pending) == 1 and pending[0] in projection.linear
             if not (joint or single_operand):
-                faults.append(f"V4 {info(node).name} is not linear in what is pending over {axis}")
+                wrong.append(f"V4 {info(node).name} is not linear in what is pending over {axis}")
+        if not wrong:
+            _operands_held[graph][node] = before
+        faults += wrong
     return faults
 
 
@@ -166,86 +162,6 @@ def buckets_match(graph: Graph) -> list[str]:
         if math.prod(type_of(pack).local_shape(mesh)) != width * args["rows"]:
             faults.append(f"{name} is {type_of(pack)}, of {args['rows']} rows of {width}")
     return faults
-
-
-def groups_agree(graph: Graph) -> list[str]:
-    """Rows in the order of their experts meet rows of the same grouping alone, and stay where it has put them, or are
-    sent to their experts by the counts of that grouping. What was sent comes back before it is ungrouped.
-
-    Of a stage's inputs it is not known which grouping they are of, nor where they are.
-    """
-    faults: list[str] = []
-    grouping: dict[fx.Node, str] = {}  # value -> the name of its grouping; "" if it is not known
-    at_experts: dict[fx.Node, bool] = {}  # value -> whether it lies by the ranks of experts; nothing if it is not known
-    for node in graph.placeholders:
-        if type_of(node).ragged:
-            grouping[node] = ""
-    for node in graph.calls():
-        name, rows = info(node).name, [v for v in operands(node) if type_of(v).ragged]
-        origin = info(node).origin
-        if node.target is GROUP_ROWS:  # recomputed, it yields the same
-            of = origin.of if origin is not None and origin.kind == "recomputed" else name
-        else:
-            known = {grouping.get(v, "") for v in rows} - {""}
-            if len(known) > 1:
-                faults.append(f"{name} reads rows of {' and '.join(sorted(known))}")
-            of = next(iter(known), "")
-        if node.target is LIMIT_ROWS and given(node)["layout"] and type_of(node).is_sharded:
-            faults.append(f"{name} limits a rank's rows in groups")
-        where, wrong = _where(node, rows, at_experts)
-        faults += wrong
-        for value in results(node):
-            if value is None or not type_of(value).ragged:
-                continue
-            if where is not None:
-                at_experts[value] = where
-            if not rows and node.target is not GROUP_ROWS:
-                faults.append(f"{info(value).name} is {type_of(value)}, of rows that nothing has grouped")
-            grouping[value] = of
-        if node.target in MOVES and rows and node.target not in EXCHANGES and not _is_exchange(node, rows):
-            before, after = type_of(rows[0]), type_of(node)
-            moved = any(before.placement[i] != after.placement[i] for i in before.bound_atoms)
-            if before.ragged != after.ragged or moved:
-                faults.append(f"{name} moves rows that lie as {before}, to {after}")
-    for port, value in _ports(graph, "outputs"):
-        if type_of(value).ragged and port.role not in ("value", "sum"):
-            faults.append(f"{port.role} {port.name} is {type_of(value)}, in an order of each rank's own")
-    return faults
-
-
-def _is_exchange(node: fx.Node, rows: list[fx.Node]) -> bool:
-    """A reshard that becomes an exchange: axes go from dim 0 to the ragged dim, or the other way."""
-    if node.target is not collectives.reshard or not rows:
-        return False
-    before, after = type_of(rows[0]), type_of(node)
-    ends = [[type.placement[i] for i in sorted(type.bound_atoms)] for type in (before, after)]
-    axes = [{axis for placed in end for axis in placed} for end in ends]
-    return ends[0] != ends[1] and axes[0] == axes[1]
-
-
-def _where(node: fx.Node, rows: list[fx.Node], at_experts: Mapping[fx.Node, bool]) -> tuple[bool | None, list[str]]:
-    """Whether the rows that a call yields lie by the ranks of experts, None if it is not known; and what is wrong."""
-    name = info(node).name
-    known = {at_experts[v] for v in rows if v in at_experts}
-    if node.target is GROUP_ROWS:
-        return False, []
-    if node.target in EXCHANGES:
-        moved, *notes = rows
-        offs = moved if node.target is EXCHANGE_COUNTS else notes[0]
-        faults: list[str] = []
-        if producer(offs)[0].target is not GROUP_ROWS and offs.op != "placeholder":
-            faults.append(f"{name} sends rows whose groups end at {info(offs).name}, which no grouping yields")
-        if node.target in ROW_MOVES and producer(notes[1])[0].target is not EXCHANGE_COUNTS:
-            faults += [] if notes[1].op == "placeholder" else [f"{name} goes by {info(notes[1]).name}, no counts"]
-        if at_experts.get(moved, node.target is COMBINE_ROWS) != (node.target is COMBINE_ROWS):
-            faults.append(f"{name} moves {info(moved).name}, which is there already")
-        return node.target is not COMBINE_ROWS, faults
-    if len(known) > 1:
-        return None, [f"{name} reads rows at their tokens and rows at their experts"]
-    where = next(iter(known), None)
-    if where and node.target in (GATHER_ROWS, UNGROUP_ROWS):
-        return None, [f"{name} reads rows that have not come back from their experts"]
-    return (not where if where is not None else None) if _is_exchange(node, rows) else where, []
 
 
 def microbatches_summed(graph: Graph) -> list[str]:
@@ -351,8 +267,25 @@ def _ruled(graph: Graph) -> list[fx.Node]:
     return [
         n
         for n in graph.calls()
-        if find_rule(n.target) is not None and not all(info(v).constant and not type_of(v).axes for v in operands(n))
+        if find_rule(n.target) is not None
+        and not all(info(v).constant and not type_of(v).is_sharded for v in operands(n))
     ]
+
+
+def _changed(graph: Graph, checks: Held) -> list[tuple[fx.Node, list[object]]]:
+    """Calls with a rule, as above, and what is read of them and of their tensors, but for those of which all that is
+    what the check has read of them. None of it is changed in place: another value is another object."""
+    changed: list[tuple[fx.Node, list[object]]] = []
+    held = checks.setdefault(graph, {})
+    for node in _ruled(graph):
+        read: list[object] = [node.target, node.args, node.kwargs, *map(info, node.all_input_nodes), info(node)]
+        for value in node.users:
+            if value.target is operator.getitem:
+                read += (value.args, info(value))
+        known = held.get(node)
+        if known is None or len(known) != len(read) or not all(map(operator.is_, known, read)):
+            changed.append((node, read))
+    return changed
 
 
 ENSURES: dict[str, tuple[Check, ...]] = {
@@ -364,25 +297,21 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "atomize": (atoms_nest,),
     "find_sequences": (atoms_nest,),
     "seed": (atoms_nest,),
-    "propagate": (no_axis_twice, atoms_nest),
-    "split_softmax": (no_axis_twice, atoms_nest),
-    "store": (no_axis_twice, atoms_nest),
-    "assign": (no_axis_twice,),
-    "group_sums": (no_axis_twice,),
-    "settle_partials": (no_axis_twice, results_follow_rules),
-    "insert_reshards": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked, groups_agree),
-    "lower_reshards": (no_axis_twice, operands_match, outputs_as_asked, groups_agree),
-    "combine": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked, groups_agree),
-    "recompute": (no_axis_twice, results_follow_rules, operands_match, outputs_as_asked, groups_agree),
-    "localize": (no_axis_twice, outputs_as_asked, groups_agree),
-    "split_batch": (no_axis_twice, outputs_as_asked, groups_agree),
-    "align": (no_axis_twice, outputs_as_asked),
-    **dict.fromkeys(("overlap", "late_gradients"), (no_axis_twice, outputs_as_asked, groups_agree)),
-    "decompose": (no_axis_twice, outputs_as_asked),
-    **dict.fromkeys(
-        ("bucket", "prefetch", "offload", "offload_states"), (no_axis_twice, outputs_as_asked, buckets_match)
-    ),
-    "online_softmax": (no_axis_twice, outputs_as_asked),
+    "propagate": (atoms_nest,),
+    "split_softmax": (atoms_nest,),
+    "store": (atoms_nest,),
+    "settle_partials": (results_follow_rules,),
+    "insert_reshards": (results_follow_rules, operands_match, outputs_as_asked, groups_agree),
+    "lower_reshards": (operands_match, outputs_as_asked, groups_agree),
+    "combine": (results_follow_rules, operands_match, outputs_as_asked, groups_agree),
+    "recompute": (results_follow_rules, operands_match, outputs_as_asked, groups_agree),
+    "localize": (outputs_as_asked, groups_agree),
+    "split_batch": (outputs_as_asked, groups_agree),
+    "align": (outputs_as_asked,),
+    **dict.fromkeys(("overlap", "late_gradients"), (outputs_as_asked, groups_agree)),
+    "decompose": (outputs_as_asked,),
+    **dict.fromkeys(("bucket", "prefetch", "offload", "offload_states"), (outputs_as_asked, buckets_match)),
+    "online_softmax": (outputs_as_asked,),
 }
 
 # Of passes that leave the graph they are given as it is: checks of what must be the same before and after.

@@ -16,7 +16,7 @@ from shardc.ir.ops.expert_capacity import LIMIT_ROWS
 from shardc.ir.ops.experts import GROUP_ROWS
 from shardc.ir.types import TensorType
 from shardc.passes.type_check import type_faults
-from shardc.passes.verify import groups_agree
+from shardc.passes.verify_groups import groups_agree
 from tests.passes.test_dispatch import mean_of_squares
 from tests.passes.test_expert_capacity import program
 

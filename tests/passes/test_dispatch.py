@@ -30,7 +30,7 @@ from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
 from shardc.passes.sharding.dispatch import Choice
 from shardc.passes.type_check import type_faults
-from shardc.passes.verify import groups_agree
+from shardc.passes.verify_groups import groups_agree
 from shardc.runtime.oracle.simulate import simulate
 from tests.experts import Experts, routed
 

@@ -122,7 +122,7 @@ FLOORS: list[dict[str, str]] = [
             sharding.localize sharding.lower_reshards sharding.named_rows sharding.pool_taps sharding.prefixes
             sharding.propagate sharding.reshard_steps sharding.row_moves sharding.seed sharding.settle_partials
             sharding.spread_taps sharding.store sharding.strided_taps shifted_rows softmax softmax.online_softmax
-            softmax.split_softmax softmax.statistics sum_products type_check verify
+            softmax.split_softmax softmax.statistics sum_products type_check verify verify_groups
         """,
     },
     {

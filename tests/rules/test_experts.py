@@ -32,7 +32,7 @@ from shardc.ir.ops.experts import EXPERT_MM, GROUP_ROWS
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
 from shardc.passes.type_check import type_faults
-from shardc.passes.verify import groups_agree
+from shardc.passes.verify_groups import groups_agree
 from shardc.runtime.oracle.simulate import run_reference, simulate
 from tests.experts import Experts, routed
 

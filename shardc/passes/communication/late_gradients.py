@@ -27,6 +27,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 from torch import fx
 
@@ -181,6 +182,7 @@ class _Assignment:
         self.place = {node: index for index, node in enumerate(self.order)}
         missing = self._lacking()
         lacking, spent = list(missing), dict(missing)
+        made, needed = self._made(lacking), list(accumulate(spent.values()))
         for most, wasteful in ((1, False), (len(self.products), False), (len(self.products), True)):
             for index in reversed(range(len(lacking))):
                 awaited = lacking[index]
@@ -192,13 +194,17 @@ class _Assignment:
                         continue
                     seconds = self._seconds(product)
                     waste = max(0.0, seconds - missing[awaited])
-                    lost = max(0.0, waste - max(0.0, self._slack(lacking, spent, index))) if waste else 0.0
+                    # How much longer this collective could compute without one behind it lacking any.
+                    slack = min(map(operator.sub, made[index:], needed[index:])) if waste else 0.0
+                    lost = max(0.0, waste - max(0.0, slack))
                     if (not wasteful and lost > missing[awaited]) or not self._hold(product, awaited):
                         continue
                     self.taken[product] = awaited
                     missing[awaited] -= seconds
-                    spent[awaited] += waste
                     taken += 1
+                    if waste:
+                        spent[awaited] += waste
+                        needed = list(accumulate(spent.values()))
         return self.taken
 
     @cached_property
@@ -224,18 +230,16 @@ class _Assignment:
                 lacking[node] = missing
         return lacking
 
-    def _slack(self, lacking: Sequence[fx.Node], spent: Mapping[fx.Node, float], index: int) -> float:
-        """How much longer a collective could compute without one behind it lacking any."""
-        least, needed, made, products = math.inf, 0.0, 0.0, iter(self.products)
+    def _made(self, lacking: Sequence[fx.Node]) -> list[float]:
+        """How many seconds the products take that lie before each collective."""
+        made, before, products = 0.0, list[float](), iter(self.products)
         product = next(products, None)
-        for i, awaited in enumerate(lacking):
-            needed += spent[awaited]
+        for awaited in lacking:
             while product is not None and self.place[product] < self.place[awaited]:
                 made += self._seconds(product)
                 product = next(products, None)
-            if i >= index:
-                least = min(least, made - needed)
-        return least
+            before.append(made)
+        return before
 
     def _hold(self, product: fx.Node, awaited: fx.Node) -> bool:
         """Whether there is room for what a product reads until then; it is taken."""
