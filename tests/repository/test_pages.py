@@ -59,7 +59,6 @@ def test_the_readme_runs(tmp_path: Path, request: pytest.FixtureRequest, monkeyp
     _run(page("README.md"), tmp_path, request, monkeypatch)
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "page",
     [
