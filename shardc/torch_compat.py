@@ -387,6 +387,15 @@ _UNLIKE_TAGS = frozenset(
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
+def _as_node(value: Any, proxies: Iterator[Any]) -> Any:
+    """An argument with nodes for its tensors, which `proxies` yields in order. One function inside of another, that
+    calls itself, would be a cycle that holds them."""
+    kind = type(value)
+    if kind is FakeTensor:
+        return next(proxies)[1].node
+    return kind([_as_node(v, proxies) for v in value]) if kind is list or kind is tuple else value
+
+
 def _decomposed_by(proxies: Any) -> Mapping[Any, Any]:
     """The ops that a recording takes apart: its mode's, or before torch 2.12 the module's."""
     own = getattr(proxies, "decomposition_table", None)
@@ -537,14 +546,8 @@ class _CallMemory:
     def recorded(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[Any], known: _Results) -> Any:
         """Record a call, and return what it makes."""
         proxies = iter(tensors)
-
-        def as_node(value: Any) -> Any:
-            kind = type(value)
-            if kind is FakeTensor:
-                return next(proxies)[1].node
-            return kind(map(as_node, value)) if kind is list or kind is tuple else value
-
-        node = self._node(op, self.admitted[op], tuple(map(as_node, args)), {k: as_node(v) for k, v in kwargs.items()})
+        read = tuple(_as_node(value, proxies) for value in args)
+        node = self._node(op, self.admitted[op], read, {k: _as_node(v, proxies) for k, v in kwargs.items()})
         if known.kind is None:
             return self._tracked(node, known.made[0], tensors)
         node.meta["val"] = known.kind([made.described for made in known.made])

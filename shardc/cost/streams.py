@@ -240,6 +240,9 @@ class _Streams:
             timed.host += self.hardware.call_seconds
             return
         for begun, left in list(self.switches.items()):
+            if all(one.end <= self.free[COMPUTE] for one in self.begun[self.costs[begun].stream] if one.node is begun):
+                del self.switches[begun]  # it has passed
+                continue
             self._take(begun, min(left, seconds))
             if left <= seconds:
                 del self.switches[begun]

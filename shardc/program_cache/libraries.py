@@ -141,7 +141,7 @@ class Libraries:
                 if not is_library_code(function):
                     token("instead of", name, key)
                     self._refer(function)
-                elif key != function.__name__:
+                else:
                     token(key, function.__module__, function.__qualname__)
                 if function.__defaults__ or function.__kwdefaults__ or function.__code__.co_filename == "<string>":
                     self.form(function)
@@ -222,6 +222,8 @@ class Libraries:
                     if not is_library_code(function):
                         self._fingerprint.token("instead of", cls.__qualname__, name)
                         self._refer(function)
+                    elif (function.__module__, function.__qualname__) != (cls.__module__, f"{cls.__qualname__}.{name}"):
+                        self._fingerprint.token(name, function.__module__, function.__qualname__)
             elif type(value) in _PLAIN or (depth and type(value) in (dict, list, tuple)):
                 self._item(name, value, package, depth - 1)
 

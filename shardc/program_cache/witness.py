@@ -74,8 +74,10 @@ class Witness:
 
 
 def _is_for_python(path: str) -> bool:
-    """Whether imports and tracebacks read a path."""
-    return path.endswith((".py", ".pyc")) or path in map(os.path.abspath, sys.path)
+    """Whether imports, tracebacks and questions for an installed package's version read a path."""
+    folder, search = os.path.dirname(path), set(map(os.path.abspath, sys.path))
+    is_metadata = folder.endswith((".egg-info", ".dist-info")) and os.path.dirname(folder) in search
+    return path.endswith((".py", ".pyc")) or path in search or is_metadata
 
 
 def _is_own_code(frame: FrameType | None) -> bool:

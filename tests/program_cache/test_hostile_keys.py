@@ -349,6 +349,14 @@ def one_function_of_torch_for_another(patch: pytest.MonkeyPatch) -> Requests:
 
 
 @case
+def forward_of_one_class_of_torch_for_another(patch: pytest.MonkeyPatch) -> Requests:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    yield of(model)
+    patch.setattr(nn.ReLU, "forward", nn.Tanh.forward)
+    yield of(model)
+
+
+@case
 def one_builtin_of_torch_for_another(patch: pytest.MonkeyPatch) -> Requests:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     yield of(model)
