@@ -227,6 +227,20 @@ def test_a_collective_takes_of_the_work_beside_it_besides(products: int) -> None
     assert beside.compute == pytest.approx(sum(beside.by_call.values()), rel=1e-2)
 
 
+def test_a_collective_that_has_passed_takes_nothing_more() -> None:
+    """The first, in front of one that is waited for, takes of the product between their beginnings alone."""
+    drawn = Drawn()
+    drawn.reduce()
+    first = len(drawn.values) - 1
+    drawn.reduce(of=0)
+    drawn.product()
+    last = drawn.values[-1]
+    drawn.values.append(drawn.builder.call("both", TYPE, aten.mm.default, drawn.values[first], last))
+    hardware = with_tables(contention={"cores": 0.75, "switch_seconds": 2 * PRODUCT})
+    found, _ = timed(drawn.graph(), hardware)
+    assert found.taken == pytest.approx(2 * 0.75 * REDUCED + PRODUCT, rel=1e-3)
+
+
 def test_terms_that_one_call_makes_are_added_once_each() -> None:
     """As long as if calls of their own made them: their bytes are read twice and written."""
     builder = Builder(MESH)
