@@ -3,10 +3,11 @@
     python -m benchmarks.plan_order                 4 ranks where there are 8 cores, 2 otherwise
     python -m benchmarks.plan_order --tiny          a model of two small layers: whether it runs, not how fast
 
-The machine is calibrated as `shardc calibrate --device cpu` does it, with a core a rank. All processes keep the memory
-that they free (glibc's thresholds): else a step faults its pages in anew. Then ten plans of one model are compiled,
-and each predicted on that hardware. Their steps are measured in rounds: each round takes a few steps of every plan, in
-another order, so that what else runs on the machine hits them alike. A JSON line a plan, and in the end
+The machine is calibrated as `shardc calibrate --device cpu` does it, with a core a rank: once before the steps, and
+once after them, since hosts change their speed. All processes keep the memory that they free (glibc's thresholds): else
+a step faults its pages in anew. Ten plans of one model are compiled, and each predicted on that hardware. Their steps
+are measured in rounds: each round takes a few steps of every plan, in another order, so that what else runs on the
+machine hits them alike. A JSON line a plan, and in the end
 Spearman's rank correlation of predicted and measured milliseconds: of the medians over all rounds, and of each round
 alone (the least and the median of those). Plans that take nearly the same time swap places from round to round; so it
 also says how many pairs differ by more than 5 % as measured, and how many of these are in the right order. `alone` is a
@@ -44,6 +45,7 @@ import shardc
 from benchmarks.measured_models import Sizes
 from shardc.plan.hardware import read_file
 from shardc.runtime.calibrate.calibrate import Machine, hardware_text, measure, title_of
+from shardc.runtime.calibrate.rows import Row
 from shardc.torch_compat import hosted_store
 
 COLUMNS = ("q", "k", "v", "up")
@@ -110,29 +112,41 @@ def plans(world: int) -> dict[str, tuple[str, dict[str, Any]]]:
     return some
 
 
-# ---------------------------------------------------------------------- one process a rank
-def run_rank(rank: int, job: Job, hardware: str, file: str, variables: Mapping[str, str]) -> None:
-    """Compile all plans, and measure their steps in rounds; the first rank writes lines."""
-    torch.set_num_threads(1)
-    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world))
-    os.environ["LOCAL_WORLD_SIZE"] = str(job.world)
-    dist.init_process_group("gloo")
-    machine, batch = read_file(Path(hardware)), job.tokens()
-    wanted = plans(job.world) if job.world > 1 else {"alone": ("dp=1", {"inputs": rows_over("dp", "-")})}
-    steps: dict[str, Callable[[], object]] = {}
-    lines: dict[str, dict[str, Any]] = {}
-    trainers: list[Any] = []
-    for name, (mesh, plan) in wanted.items():
-        model = job.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        program = shardc.compile(model, batch, mesh=mesh, plan=plan, optimizer=optimizer)
-        predicted = program.predict(machine)
+def plans_of(job: Job) -> dict[str, tuple[str, dict[str, Any]]]:
+    return plans(job.world) if job.world > 1 else {"alone": ("dp=1", {"inputs": rows_over("dp", "-")})}
+
+
+def program_of(job: Job, mesh: str, plan: dict[str, Any]) -> Any:
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return shardc.compile(model, job.tokens(), mesh=mesh, plan=plan, optimizer=optimizer)
+
+
+def predicted_lines(job: Job, hardware: Path) -> dict[str, dict[str, Any]]:
+    """A line a plan, by its name."""
+    machine, lines = read_file(hardware), dict[str, dict[str, Any]]()
+    for name, (mesh, plan) in plans_of(job).items():
+        predicted = program_of(job, mesh, plan).predict(machine)
         kinds = {kind: round(ms, 3) for kind, ms in predicted.kinds_ms.items() if ms}
         lines[name] = {
             "kind": "plan", "plan": name, "mesh": mesh, "predicted_ms": round(predicted.step_ms, 3),
             "exposed_ms": round(predicted.exposed_total_ms, 3), "bubble": round(predicted.bubble, 4), "kinds_ms": kinds,
         }  # fmt: skip
-        trainer = program.launch(device="cpu", timeout=120)
+    return lines
+
+
+# ---------------------------------------------------------------------- one process a rank
+def run_rank(rank: int, job: Job, file: str, variables: Mapping[str, str]) -> None:
+    """Compile all plans, and measure their steps in rounds; the first rank writes the milliseconds of each."""
+    torch.set_num_threads(1)
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world))
+    os.environ["LOCAL_WORLD_SIZE"] = str(job.world)
+    dist.init_process_group("gloo")
+    batch, wanted = job.tokens(), plans_of(job)
+    steps: dict[str, Callable[[], object]] = {}
+    trainers: list[Any] = []
+    for name, (mesh, plan) in wanted.items():
+        trainer = program_of(job, mesh, plan).launch(device="cpu", timeout=120)
         trainers.append(trainer)
         steps[name] = lambda trainer=trainer: trainer.step(batch)
     measured: dict[str, list[float]] = {name: [] for name in wanted}
@@ -149,24 +163,36 @@ def run_rank(rank: int, job: Job, hardware: str, file: str, variables: Mapping[s
             dist.barrier()
             measured[name].append((time.perf_counter() - begin) / job.steps * 1e3)
     if rank == 0:
-        for name, line in lines.items():
-            samples = measured[name]
-            line |= {
-                "measured_ms": round(median(samples), 3), "spread_ms": [round(min(samples), 3), round(max(samples), 3)],
-                "ratio": round(line["predicted_ms"] / median(samples), 3), "rounds": [round(ms, 3) for ms in samples],
-            }  # fmt: skip
-        Path(file).write_text("\n".join(map(json.dumps, lines.values())) + "\n")
+        Path(file).write_text(json.dumps(measured))
     for trainer in trainers:
         trainer.close()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_job(job: Job, hardware: Path, folder: Path) -> list[dict[str, Any]]:
-    file = folder / f"lines{job.world}.jsonl"
+def measured_steps(job: Job, folder: Path) -> dict[str, list[float]]:
+    """Milliseconds of each round, by the plan."""
+    file = folder / f"steps{job.world}.json"
     with hosted_store() as variables:
-        mp.spawn(run_rank, (job, str(hardware), str(file), variables), job.world)
-    return [json.loads(line) for line in file.read_text().splitlines()]
+        mp.spawn(run_rank, (job, str(file), variables), job.world)
+    return json.loads(file.read_text())
+
+
+def calibrated(job: Job, file: Path) -> Sequence[Row]:
+    rows = measure(Machine("cpu", job.world, job.calibration / 2), file)
+    assert rows is not None
+    return rows
+
+
+def joined(predicted: Mapping[str, Mapping[str, Any]], measured: Mapping[str, list[float]]) -> list[dict[str, Any]]:
+    return [
+        {
+            **line,
+            "measured_ms": round(median(samples), 3), "spread_ms": [round(min(samples), 3), round(max(samples), 3)],
+            "ratio": round(line["predicted_ms"] / median(samples), 3), "rounds": [round(ms, 3) for ms in samples],
+        }
+        for name, line in predicted.items() for samples in [measured[name]]
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------------- ranks
@@ -211,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--world", type=int, default=4 if cores >= 8 else 2, choices=(2, 4, 8))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of the calibration")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the calibrations, both")
     parser.add_argument("--hardware", type=Path, help="a file of this machine; without it, it is calibrated")
     parser.add_argument("--keep", type=Path, help="a folder for the file of hardware and the measurements")
     options = parser.parse_args(arguments)
@@ -226,18 +252,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         hardware = options.hardware or folder / "here.yaml"
+        rows = list(calibrated(job, folder / "before.jsonl")) if options.hardware is None else []
+        alone = replace(job, world=1, rounds=3)
+        jobs = {job: measured_steps(job, folder) for job in (alone, job)}
         if options.hardware is None:
-            rows = measure(Machine("cpu", job.world, job.calibration), folder / "rows.jsonl")
-            assert rows is not None
+            rows += calibrated(job, folder / "after.jsonl")
             hardware.write_text(hardware_text(rows, title_of(rows[0])))
         about = {"cores": cores, "ranks": job.world, "torch": torch.__version__, "model": str(job.sizes)}
-        write({"kind": "job", **about, "batch": job.batch, "calibrated_s": round(time.perf_counter() - begin, 1)})
-        alone = replace(job, world=1, rounds=3)
-        for line in run_job(alone, hardware, folder):
-            write(line)
-        lines = run_job(job, hardware, folder)
-        for line in lines:
-            write(line)
+        write({"kind": "job", **about, "batch": job.batch})
+        for of, measured in jobs.items():
+            lines = joined(predicted_lines(of, hardware), measured)
+            for line in lines:
+                write(line)
         write({**order_of(lines), "seconds": round(time.perf_counter() - begin, 1)})
 
 

@@ -21,9 +21,11 @@ from shardc.ir.program import PlanRecord, Program
 from shardc.partition import rank_costs, transfer_report
 from shardc.partition.balance import cut_bytes, named_starts, unit_costs
 from shardc.partition.cut import cut
+from shardc.partition.fused_costs import weighed_layers
 from shardc.partition.staged_program import StagedProgram
 from shardc.partition.step_analysis import StepAnalysis, finest_analysis
 from shardc.partition.transfer_report import ReportedTransfer
+from shardc.passes.fusion.fuse import Fuse
 from shardc.plan.schema import Plan
 
 DEARER = 0.01  # a dearest stage that costs more than this leaves the pipeline unbalanced
@@ -173,9 +175,9 @@ class _Search:
             pipelined.lists.pipeline, transfer_report.stage_coordinates(pipelined)
         )
         hardware = hardware_of(program)
-        return cls(
-            program.body, analysis, starts, unit_costs(analysis, hardware), cut_bytes(analysis), bytes_now, hardware
-        )
+        _, costs = weighed_layers(program.body, len(pipelined.stages), _fuse_of(program), hardware)
+        of_units = unit_costs(analysis, hardware, costs=costs)
+        return cls(program.body, analysis, starts, of_units, cut_bytes(analysis), bytes_now, hardware)
 
     def places(self, cuts: range) -> list[tuple[int, ...]]:
         """The other starts of stages that moving one of these cuts would give, what sends least first."""
@@ -215,6 +217,12 @@ class _Search:
     def _dearest(self, starts: Sequence[int]) -> float:
         ends = (*starts[1:], len(self.costs))
         return max(sum(self.costs[a:b]) for a, b in zip(starts, ends, strict=True))
+
+
+def _fuse_of(program: Program) -> Fuse:
+    """How the program's stages are fused."""
+    fuse = Plan.parse(program.plan.get("text", "")).fuse
+    return Fuse(bool(fuse.enabled), fuse.left, fuse.templates, hardware_of(program))
 
 
 def _starts(analysis: StepAnalysis, pipelined: StagedProgram) -> tuple[int, ...]:

@@ -29,21 +29,19 @@ from shardc.ir.storages import storages
 from shardc.partition.balance import (
     call_costs,
     choose_starts,
-    costs_by_kind,
-    divide_large_layers,
     named_starts,
     send_seconds,
     sent_cost,
 )
 from shardc.partition.cross_stage_buffers import keep_buffers_for_backward
 from shardc.partition.extract_subgraph import extract_subgraph
-from shardc.partition.fused_costs import fused_call_costs
+from shardc.partition.fused_costs import weighed_layers
 from shardc.partition.gather_hoisting import merge_gathers
 from shardc.partition.microbatch_sums import MicrobatchSum, split_sums
 from shardc.partition.same_cut import StageNames
 from shardc.partition.stage_parts import PartKey, StageParts
 from shardc.partition.stage_recompute import reuse_received_values
-from shardc.partition.step_analysis import StepAnalysis, finest_analysis
+from shardc.partition.step_analysis import finest_analysis
 from shardc.partition.step_epilogue import EpilogueCut, StepEpilogue
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.sum_products import separate_terms
@@ -156,13 +154,7 @@ def cut(
         message = f"{len(split)} split points make {len(split) + 1} stages, and not {stages}"
         raise error("SC221", message, hint="leave out one of `split` and `stages`")
     count = 1 if like is not None else len(split) + 1 if split else stages or 1
-    layers = StepAnalysis(graph)
-    by_kind = costs_by_kind(graph, hardware, mesh)
-    costs = {call: cost for call, (_, cost) in by_kind.items()}
-    layers = divide_large_layers(layers, count, hardware, mesh, costs)
-    if fuse is not None and fuse.enabled:
-        costs = fused_call_costs(layers, by_kind, fuse, hardware, mesh)
-        layers = divide_large_layers(layers, count, hardware, mesh, costs)
+    layers, costs = weighed_layers(graph, count, fuse, hardware, mesh)
     if like is not None:
         analysis = finest_analysis(graph)
         starts = like.starts(analysis)

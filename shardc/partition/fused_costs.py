@@ -4,9 +4,10 @@
                         `------- a kernel ----'     `- another       as kernels:   3 products + 2 shorter ones
 
 A layer's forward and its backward are each fused by themselves, as they are in a stage, but for the kernels at its
-ends, which may join those of its neighbours. What kernels take is divided among the calls of memory (all but products,
-attention and collectives) in proportion to what they took as calls. Of equal layers one is fused: those of one form,
-which are the calls' ops, arguments and types, and which of their results others read.
+ends, which may join those of its neighbours, and for the bound of memory, which is the stage's (without any, layers
+have kernels that stages do not). What kernels take is divided among the calls of memory (all but products, attention
+and collectives) in proportion to what they took as calls. Of equal layers one is fused: those of one form, which are
+the calls' ops, arguments and types, and which of their results others read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardc.cost.call_seconds import Kind
 from shardc.ir.graph import Graph, Port, info, operands, results
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
-from shardc.partition.balance import costs_by_kind
+from shardc.partition.balance import costs_by_kind, divide_large_layers
 from shardc.partition.extract_subgraph import extract_subgraph
 from shardc.partition.step_analysis import StepAnalysis, result_values
 from shardc.passes.bias_products import BiasProducts
@@ -29,6 +30,20 @@ from shardc.passes.fusion.fuse import Fuse
 
 IN_KERNELS = frozenset(("elementwise", "reduction", "copy", "fused"))
 Form = tuple[Hashable, ...]
+
+
+def weighed_layers(
+    body: Graph, stages: int, fuse: Fuse | None, hardware: Hardware, mesh: Mesh | None = None
+) -> tuple[StepAnalysis, dict[fx.Node, float]]:
+    """The layers of a body that is cut into so many stages, and the cost of each call: as kernels, if stages will be
+    fused."""
+    by_kind = costs_by_kind(body, hardware, mesh)
+    costs = {call: cost for call, (_, cost) in by_kind.items()}
+    layers = divide_large_layers(StepAnalysis(body), stages, hardware, mesh, costs)
+    if fuse is None or not fuse.enabled:
+        return layers, costs
+    costs = fused_call_costs(layers, by_kind, fuse, hardware, mesh)
+    return divide_large_layers(layers, stages, hardware, mesh, costs), costs
 
 
 def fused_call_costs(

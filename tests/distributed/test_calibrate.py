@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from shardc.ir.hardware import Group
 from shardc.plan import hardware as files
-from shardc.runtime.calibrate.peers import OPS, group_sizes
+from shardc.runtime.calibrate.peers import OPS, Peers, group_sizes
+from shardc.torch_compat import hosted_store
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +56,25 @@ def test_this_machine_is_measured(world: int, tmp_path: Path) -> None:
 
 def test_group_sizes() -> None:
     assert [group_sizes(world) for world in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]
+
+
+def _measure_for_a_time_of_its_own(rank: int, folder: str, variables: dict[str, str]) -> None:
+    os.environ.update(variables, RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    # The clocks of ranks differ, and so does what each has left: a collective that only one of them calls never ends.
+    counts = Counter(row["kind"] for row in Peers("cpu").rows(0.2 + 4.0 * rank))
+    Path(folder, str(rank)).write_text(json.dumps(counts))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_take_as_many_samples_whatever_their_clocks_say(tmp_path: Path) -> None:
+    with hosted_store() as variables:
+        mp.spawn(_measure_for_a_time_of_its_own, (str(tmp_path), dict(variables)), 2)
+    first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(2))
+    assert first == second
+    assert first.keys() == {"collective", "cores", "meeting"}
 
 
 @pytest.mark.slow

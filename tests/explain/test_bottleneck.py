@@ -140,7 +140,7 @@ def test_ranks_that_share_cores_and_wait_for_each_other() -> None:
     """Ranks of a CPU, whose figures are planted: each cause is the step without it."""
     cores, jitter = {"contention": {"cores": 0.9}}, {"meetings": {"jitter_seconds": 0.005}}
     compiled = program("dp=4", {**DP, "bucket": False}, rows=1024, width=512)
-    cpu = named("cpu-gloo").changed({"link_bytes_per_second": 3e8, "contention": {}, "meetings": {}})
+    cpu = named("cpu-gloo").changed({"link_bytes_per_second": 1e9, "contention": {}, "meetings": {}})
     slow = cpu.changed(cores | jitter)
     predicted = compiled.predict(slow)
     taken, met = f"{predicted.taken_ms:.2f} on the compute's cores", f"{predicted.met_ms:.2f} for slower ranks"

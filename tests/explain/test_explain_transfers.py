@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, Program, ShardcError
-from shardc.explain.transfer import TransferExplanation, _starts
+from shardc.explain.transfer import TransferExplanation, _Search, _starts
 from shardc.partition.balance import named_starts
 from shardc.partition.step_analysis import StepAnalysis
 from shardc.schedule.instructions import Send
 from tests.models.zoo import make
+from tests.partition.test_balance import piped
 from tests.partition.whole import SIZES
 
 
@@ -98,6 +99,18 @@ def test_a_cut_that_leaves_stages_unbalanced_is_no_advice() -> None:
     assert found.inherent.endswith("leaves the stages as balanced")
     assert all(one.cost > 0.4 for one in found.recuts)
     assert "give up:  under pipeline, write split: [h.3]" in str(found)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_stages_are_weighed_as_the_cut_was_chosen(fuse: bool) -> None:
+    """Of fused stages by their kernels: with its calls' seconds another block in the last stage looked cheaper."""
+    program = piped({}, "h200", fuse=fuse)
+    search = _Search.of(program, program.staged)
+    begins = [at for at, unit in enumerate(search.analysis.units) if re.fullmatch(r"blocks\.\d\.0", unit.name)]
+    assert len(begins) == 5
+    dearest = {at: search._dearest((0, at)) for at in begins}
+    assert search._dearest(search.starts) <= min(dearest.values()) * 1.001
+    assert max(dearest.values()) > 1.4 * min(dearest.values()), "the cut matters"
 
 
 def test_a_better_cut_is_advised() -> None:

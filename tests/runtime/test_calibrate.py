@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -23,7 +24,7 @@ from shardc.ir.hardware import DEFAULT, Group, Hardware
 from shardc.ir.slowdowns import Contention, Meetings, Power
 from shardc.plan import hardware as files
 from shardc.runtime.calibrate.calibrate import Machine, hardware_text
-from shardc.runtime.calibrate.device import CPU_ATTENTION
+from shardc.runtime.calibrate.device import CPU_ATTENTION, _from_memory
 from shardc.runtime.calibrate.fit import (
     BACKWARD,
     attention_rates,
@@ -31,6 +32,7 @@ from shardc.runtime.calibrate.fit import (
     cores,
     jitter,
     kind_of,
+    memory_points,
     product_rate,
     tables,
 )
@@ -231,6 +233,50 @@ def test_what_ranks_of_a_cpu_do_to_each_other(tmp_path: Path) -> None:
     assert dict(fitted.elements) == {"gelu": pytest.approx(900e-6 / 2**18, rel=1e-3)}, (
         "neg takes as long as memory does"
     )
+
+
+def test_one_time_that_is_wrong_by_far_changes_no_share() -> None:
+    """A scheduler that lets a thread wait makes some times several times as long."""
+    law = {size: 0.7 * size + 200 for size in (300, 600, 1200, 2400, 7000, 9000)}
+    rows = [
+        {"kind": "cores", "times": 1, "work_us": 5e3, "collective_us": t, "both_us": 5e3 + m} for t, m in law.items()
+    ]
+    found = cores(rows)
+    assert found == {"cores": 0.7, "switch_seconds": pytest.approx(2e-4)}
+    for wrong in rows:
+        others = [row for row in rows if row is not wrong]
+        assert cores([*others, {**wrong, "both_us": 5e3 + 3 * law[wrong["collective_us"]]}]) == found
+
+
+def test_turns_are_put_together_by_their_medians() -> None:
+    """Of a GPU's kernels and attention the quickest count: what is longer waited for the CPU."""
+    kernels = [{"kind": "ceiling", "how": "neg", "mib": 1, "ms": ms} for ms in (0.1, 0.3, 0.9)]
+    copies = [{"kind": "ceiling", "how": "copy", "mib": 1, "ms": ms} for ms in (0.4, 0.5)]
+    assert dict(memory_points([*kernels, *copies])) == {2**20: 0.3e-3}
+    shape = {"kind": "attention", "mb": 1, "heads": 8, "sequence": 512, "width": 64}
+    turns = [{**shape, "fwd_ms": ms, "fwd_bwd_ms": 3 * ms} for ms in (1.0, 2.0, 6.0)]
+    rate = {
+        backend: attention_rates([{**row, "backend": backend} for row in turns], ["float32"])[0]["flops_per_second"]
+        for backend in ("", "flash")
+    }
+    assert rate["flash"] == pytest.approx(2 * rate[""])
+
+
+def test_calls_on_a_cpu_have_operands_of_their_own() -> None:
+    seen: list[torch.Tensor] = []
+    made: list[int] = []
+
+    def operands() -> tuple[torch.Tensor, None]:
+        made.append(1)
+        return torch.ones(4, 3).t(), None
+
+    call = _from_memory(lambda x, _: seen.append(x), operands, 2**20, most=5)
+    for _ in range(10):
+        call()
+    assert len({x.data_ptr() for x in seen}) == 5
+    assert seen[0] is seen[5]
+    assert {x.stride() for x in seen} == {(1, 3)}, "as a weight lies"
+    assert len(made) == 1
 
 
 def test_ranks_that_do_not_wait_have_no_jitter() -> None:

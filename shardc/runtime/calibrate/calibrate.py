@@ -1,7 +1,8 @@
 """Measures the machine at hand and writes a file of hardware: `shardc calibrate`.
 
     processes   one a rank, on this machine (NCCL on GPUs, gloo on CPUs), or those of a job under torchrun
-    each        its device's products, kernels and attention, all ranks at the same time; then collectives together
+    each        its device's products, kernels and attention, all ranks at the same time; then collectives together;
+                on a CPU all of it several times
     rank 0      its rows, as they come, into a file of JSON lines
     afterwards  the fit of those rows (`fit`), as YAML (`write`), each figure with its source
 
@@ -35,6 +36,8 @@ from shardc.runtime.calibrate.write import hardware_yaml
 from shardc.torch_compat import hosted_store
 
 DEVICE_SHARE = 0.4  # of the seconds, where there are peers
+# How often all is measured. A CPU's cores are slower for some seconds, by what others do.
+TURNS = {"cpu": 2, "cuda": 1}
 # Tiles of a GPU's products, with the share of the rate that each reaches (estimated).
 TILES = (((128, 256), 1.0), ((256, 128), 1.0), ((128, 128), 0.85), ((128, 64), 0.6), ((64, 128), 0.6), ((64, 64), 0.4))
 
@@ -101,12 +104,15 @@ def _measure(rank: int, machine: Machine, file: str, variables: Mapping[str, str
     note(about(machine))
     begin = time.perf_counter()
     try:
-        for row in device_rows(machine.device, machine.seconds * (1 if alone else DEVICE_SHARE)):
-            note(row)
-        if not alone:
+        peers = None if alone else Peers(machine.device)
+        for turn in range(turns := TURNS[machine.device]):
+            for row in device_rows(machine.device, machine.seconds / turns * (1 if alone else DEVICE_SHARE)):
+                note(row)
+            if peers is None:
+                continue
             # Device rows end early where a size is left out, and late where one takes long.
-            left = max(machine.seconds * (1 - DEVICE_SHARE) / 2, machine.seconds - (time.perf_counter() - begin))
-            for row in Peers(machine.device).rows(left):
+            left = machine.seconds * (turn + 1) / turns - (time.perf_counter() - begin)
+            for row in peers.rows(max(machine.seconds / turns * (1 - DEVICE_SHARE) / 2, left)):
                 note(row)
     finally:
         if not alone:

@@ -7,8 +7,10 @@ that the call before has filled, and attention is what CPUs compute: ATen's kern
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -41,9 +43,10 @@ DTYPES = {
 }
 CPU_MOVED = [2**n for n in range(14, 28, 2)]
 GPU_MOVED = [2**n for n in range(20, 33)]
-ELEMENTS = 2**18  # of an operand of `FUNCTIONS`, which a CPU's caches hold
+ELEMENTS = 2**18  # of an operand of `FUNCTIONS`
 FUNCTIONS = ("exp", "log", "tanh", "sigmoid", "erf", "rsqrt", "sin", "cos")
-MOST_OPERANDS, ALL_OPERANDS = 16, 2**26  # of a call on a CPU, and bytes of all of them
+MOST_OPERANDS, ALL_OPERANDS = 64, 2**27  # of a call on a CPU, and bytes of all of them: as many as a step holds
+FEW_OPERANDS = 16  # of a product, one of whose operands the call before it has just written
 # Batch, heads, sequence, width of a head; causal.
 CPU_ATTENTION = ((1, 4, 64, 32), (16, 8, 128, 64), (2, 8, 256, 64), (1, 4, 512, 64), (8, 8, 128, 32), (8, 8, 128, 96))
 GPU_ATTENTION = (
@@ -53,8 +56,8 @@ GPU_ATTENTION = (
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 SHARES = {
     "product": 0.45,
-    "ceiling": 0.2,
-    "element": 0.1,
+    "ceiling": 0.15,
+    "element": 0.15,
     "attention": 0.2,
     "launch": 0.05,
 }  # of the time that there is
@@ -89,7 +92,8 @@ def products(device: str, seconds: float) -> Iterator[dict[str, Any]]:
 
         multiply = torch.mm if batch == 1 else torch.bmm
         if device == "cpu":
-            call = _from_memory(multiply, operands, batch * (m * k + n * k + m * n) * dtype.itemsize)
+            moved = batch * (m * k + n * k + m * n) * dtype.itemsize
+            call = _from_memory(multiply, operands, moved, most=FEW_OPERANDS)
         else:
             a, b = operands()
             out = torch.empty(a.shape[:-1] + b.shape[-1:], device=device, dtype=dtype)
@@ -112,26 +116,35 @@ def elementwise(device: str, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def elements(device: str, seconds: float) -> Iterator[dict[str, Any]]:
-    """On a CPU, ops that may compute for longer than they move, of operands that its caches hold."""
+    """On a CPU, ops that may compute for longer than they move."""
     if device != "cpu":
         return
-    x, mask = torch.rand(ELEMENTS) + 0.5, torch.arange(ELEMENTS) % 2 == 0
-    ids, row = torch.arange(ELEMENTS // 64)[:, None], torch.arange(64)
-    calls: dict[str, Call] = {
-        "gelu": _bound(gelu, x), "gelu_backward": _bound(aten.gelu_backward, x, x), "silu": _bound(silu, x),
-        "gelu_tanh": _bound(gelu, x, approximate="tanh"),
-        "gelu_backward_tanh": _bound(aten.gelu_backward, x, x, approximate="tanh"),
-        "silu_backward": _bound(aten.silu_backward, x, x), "where": _bound(torch.where, mask, x, 0.0),
-        "eq": _bound(torch.eq, ids, row), **{op: _bound(getattr(torch, op), x) for op in FUNCTIONS},
+
+    def one() -> tuple[torch.Tensor]:
+        return (torch.rand(ELEMENTS) + 0.5,)
+
+    mask, ids, row = torch.arange(ELEMENTS) % 2 == 0, torch.arange(ELEMENTS // 64)[:, None], torch.arange(64)
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh"), "silu": silu,
+        "gelu_backward": lambda x: aten.gelu_backward(x, x),
+        "gelu_backward_tanh": lambda x: aten.gelu_backward(x, x, approximate="tanh"),
+        "silu_backward": lambda x: aten.silu_backward(x, x), "where": lambda x: torch.where(mask, x, 0.0),
+        "eq": lambda _: torch.eq(ids, row), **{op: getattr(torch, op) for op in FUNCTIONS},
     }  # fmt: skip
     for (op, call), budget in _shared(list(calls.items()), seconds):
-        yield {"kind": "element", "op": op, "elements": ELEMENTS, **timed(call, budget, device).row()}
+        times = timed(_from_memory(call, one, 8 * ELEMENTS), budget, device)
+        yield {"kind": "element", "op": op, "elements": ELEMENTS, **times.row()}
 
 
-def _from_memory(function: Callable[..., Any], operands: Callable[[], tuple[Any, ...]], size: int) -> Call:
+def _from_memory(
+    function: Callable[..., Any], operands: Callable[[], tuple[Any, ...]], size: int, most: int = MOST_OPERANDS
+) -> Call:
     """A call on one set of operands after another, whose results are kept for a while, as backward's are. One moves so
     many bytes."""
-    sets = [operands() for _ in range(max(2, min(MOST_OPERANDS, ALL_OPERANDS // size)))]
+    first = operands()
+    copies = max(2, min(most, ALL_OPERANDS // size)) - 1
+    # With the strides of the first: a weight lies transposed.
+    sets = [first, *(tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in first) for _ in range(copies))]
     turns, kept = cycle(range(len(sets))), [torch.empty(0)] * len(sets)
 
     def call() -> None:
@@ -144,33 +157,57 @@ def _from_memory(function: Callable[..., Any], operands: Callable[[], tuple[Any,
 def attention(device: str, seconds: float) -> Iterator[dict[str, Any]]:
     shapes = GPU_ATTENTION if device == "cuda" else CPU_ATTENTION
     dtype = DTYPES[device][0]
-    backends = BACKENDS if device == "cuda" else {"": None}
-    wanted = [(name, shape) for shape in shapes for name in backends]
-    for (name, (batch, heads, sequence, width)), budget in _shared(coarse_first(wanted), seconds):
-        shape = (batch, heads, sequence, width)
-        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=device == "cuda") for _ in range(3))
-        gradient = torch.randn(shape, device=device, dtype=dtype)
-
-        def forward(of: Any = (q, k, v), backend: Any = backends[name]) -> Any:
-            if backend is None:
-                return SDPA(*of, None, True, None, False)
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(*of, is_causal=True)
-
-        def both(forward: Any = forward, of: Any = (q, k, v), gradient: torch.Tensor = gradient) -> Any:
-            if device == "cpu":
-                return SDPA_BWD(gradient, *of, None, *forward(), True, None, False, False)
-            return torch.autograd.grad(forward(), of, gradient)
-
+    wanted = [(name, shape) for shape in shapes for name in (BACKENDS if device == "cuda" else ("",))]
+    for (name, shape), budget in _shared(coarse_first(wanted), seconds):
         try:
             with torch.no_grad():
-                fwd = on_device(forward, budget / 3, device)
-            fwd_bwd = on_device(both, budget * 2 / 3, device)
+                forward, both = (_attention_on_cpu if device == "cpu" else _attention_on_gpu)(
+                    name, shape, dtype, budget
+                )
         except RuntimeError:  # this device has no such backend
             continue
+        batch, heads, sequence, width = shape
         about = {"backend": name, "dtype": str(dtype).removeprefix("torch."), "mb": batch, "heads": heads}
-        times = {**fwd.row(1e-3, "fwd_ms"), **fwd_bwd.row(1e-3, "fwd_bwd_ms")}
+        times = {**forward.row(1e-3, "fwd_ms"), **both.row(1e-3, "fwd_bwd_ms")}
         yield {"kind": "attention", **about, "kv_heads": heads, "sequence": sequence, "width": width, **times}
+
+
+def _attention_on_gpu(backend: str, shape: Shape, dtype: torch.dtype, budget: float) -> tuple[Times, Times]:
+    """Forward; forward and backward."""
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    gradient = torch.randn(shape, device="cuda", dtype=dtype)
+
+    def forward() -> torch.Tensor:
+        with sdpa_kernel(BACKENDS[backend]):
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def both() -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            return torch.autograd.grad(forward(), (q, k, v), gradient)
+
+    return on_device(forward, budget / 3, "cuda"), on_device(both, budget * 2 / 3, "cuda")
+
+
+def _attention_on_cpu(_: str, shape: Shape, dtype: torch.dtype, budget: float) -> tuple[Times, Times]:
+    """The same of what CPUs run; backward finds nothing of forward in the caches, as in a step."""
+
+    def operands() -> tuple[torch.Tensor, ...]:
+        return tuple(torch.randn(shape, dtype=dtype) for _ in range(3))
+
+    def forward(*of: torch.Tensor) -> Any:
+        return SDPA(*of, None, True, None, False)
+
+    def saved() -> tuple[Any, ...]:
+        of = operands()
+        return (torch.randn(shape, dtype=dtype), *of, None, *forward(*of))
+
+    def backward(*of: Any) -> Any:
+        return SDPA_BWD(*of, True, None, False, False)
+
+    size = 4 * math.prod(shape) * dtype.itemsize
+    first = timed(_from_memory(forward, operands, size), budget / 3, "cpu")
+    second = timed(_from_memory(backward, saved, 2 * size), budget * 2 / 3, "cpu")
+    return first, Times(tuple(first.median + sample for sample in second.samples))
 
 
 def launches(device: str, seconds: float) -> Iterator[dict[str, Any]]:

@@ -4,12 +4,13 @@ collectives   a series a kind, group size and graph: medians, which never fall a
               With graphs, messages are measured up to some size; beyond it those without count, from where they take
               half as long again as the shortest: there the CPU does not bound them.
 attention     start, rate and waste on the diagonal, a direction and backend: least squares of relative errors over
-              the shapes' shortest times. A shape's longer ones waited for the CPU. On a CPU start, rate and scores.
+              the shapes' shortest times. A shape's longer ones waited for the CPU. On a CPU start, rate and scores, of
+              medians.
 memory        an elementwise kernel by bytes
 products      rate, start of a product and start of a tile, by a search; samples correct what is left
 launches      medians
 elements      ops that take longer than moving their bytes does: medians
-cores         what work beside a collective took longer: a share of its seconds, and as much for each: least squares
+cores         what work beside a collective took longer: a share of its seconds, and as much for each: least errors
 units         of a GPU, that a collective takes from products: those with which tiles come nearest to the ratios
 meetings      the jitter by which ranks that computed for some time waited for each other: the median; where the times
               span two orders of magnitude, with the time constant that comes nearest
@@ -112,15 +113,16 @@ def collective_series(rows: Iterable[Row]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- attention
 def attention_rates(rows: Iterable[Row], dtypes: Sequence[str]) -> list[dict[str, Any]]:
     """A rate a backend and direction, for these dtypes; the quickest backend first."""
-    shapes: dict[str, dict[tuple[float, float, float], tuple[float, float]]] = {}
+    rows_of: dict[str, dict[tuple[float, float, float], list[tuple[float, float]]]] = {}
     for row in rows:
         flops = 2.0 * row["mb"] * row["heads"] * row["sequence"] ** 2 * row["width"]  # causal
-        of = shapes.setdefault(row["backend"], {})
+        of = rows_of.setdefault(row["backend"], {})
         shape = flops, row["sequence"], row["width"]
-        forward, both = of.get(shape, (math.inf, math.inf))
-        of[shape] = (min(forward, row["fwd_ms"] * 1e-3), min(both, row["fwd_bwd_ms"] * 1e-3))
+        of.setdefault(shape, []).append((row["fwd_ms"] * 1e-3, row["fwd_bwd_ms"] * 1e-3))
     fitted: list[tuple[float, dict[str, Any]]] = []
-    for backend, of in shapes.items():
+    for backend, by_shape in rows_of.items():
+        middle = min if backend else median
+        of = {shape: tuple(map(middle, zip(*times, strict=True))) for shape, times in by_shape.items()}
         for backward in (False, True):
             times = {
                 # Two measurements of a busy host may differ by more than backward takes.
@@ -181,12 +183,11 @@ def nonnegative(columns: torch.Tensor, target: torch.Tensor, needed: Sequence[in
 
 # ---------------------------------------------------------------------- memory, products, launches, contention
 def memory_points(rows: Iterable[Row]) -> Points:
-    """By the quickest kernel of each size. Below the smallest, its segment goes on, to `SMALLEST` at the most."""
-    times: dict[float, float] = {}
+    """By the median of each size's quickest kernel. Below the smallest, its segment goes on, to `SMALLEST` at most."""
+    times: dict[float, dict[str, list[float]]] = {}
     for row in rows:
-        size = row["mib"] * 2**20
-        times[size] = min(times.get(size, math.inf), row["ms"] * 1e-3)
-    points = rising(times.items())
+        times.setdefault(row["mib"] * 2**20, {}).setdefault(row["how"], []).append(row["ms"] * 1e-3)
+    points = rising((size, min(map(median, kernels.values()))) for size, kernels in times.items())
     if len(points) < 2:
         return points
     (x0, y0), (x1, y1) = points[:2]
@@ -246,16 +247,26 @@ def _units(rate: ProductRate, shaped: Sequence[tuple[tuple[int, int, int, int], 
 def cores(rows: Iterable[Row]) -> dict[str, float]:
     """Of `Contention`: what collectives take of the cores that compute, from what both took together.
 
-    A share of their seconds and as much again for each: least squares of errors relative to the collectives' seconds.
+    A share of their seconds, 1 at the most, and as much again for each. Schedulers of cores make single times wrong by
+    far, so the sum of errors is least, not of their squares; an error counts by the seconds alone and of what was
+    taken. Least sums lie where two of the times, or a time and a bound, are met exactly.
     """
-    alone, more = list[float](), list[float]()
-    for row in rows:
-        alone.append(row["collective_us"] * 1e-6 / row["times"])
-        more.append(max(0.0, row["both_us"] - row["work_us"]) * 1e-6 / row["times"])
-    known, target = torch.tensor([alone, more], dtype=torch.float64)
-    share, switch = nonnegative(torch.stack([torch.ones_like(known), 1 / known], 1), target / known)
-    if share > 1:
-        share, switch = 1.0, max(0.0, float((target - known).median()))
+    points = [
+        (row["collective_us"] * 1e-6 / row["times"], max(0.0, row["both_us"] - row["work_us"]) * 1e-6 / row["times"])
+        for row in rows
+    ]
+    candidates = [(0.0, 0.0)]
+    candidates += [pair for alone, more in points for pair in ((more / alone, 0.0), (0.0, more), (1.0, more - alone))]
+    for (x0, y0), (x1, y1) in combinations(points, 2):
+        if x0 != x1:
+            share = (y1 - y0) / (x1 - x0)
+            candidates.append((share, y0 - share * x0))
+
+    def misfit(pair: tuple[float, float]) -> float:
+        return sum(abs(pair[0] * alone + pair[1] - more) / (alone + more) for alone, more in points)
+
+    possible = (pair for pair in candidates if 0 <= pair[0] <= 1 and pair[1] >= 0)
+    share, switch = min(possible, key=lambda pair: (round(misfit(pair), 12), -pair[0]))
     return {"cores": round(share, 3), **({"switch_seconds": float(f"{switch:.4g}")} if switch else {})}
 
 

@@ -16,7 +16,16 @@ import torch
 import torch.distributed as dist
 
 from shardc.runtime.calibrate.device import ALL_OPERANDS, MOST_OPERANDS
-from shardc.runtime.calibrate.timing import Call, Together, coarse_first, once_on_cpu, once_on_gpu, replayed, timed
+from shardc.runtime.calibrate.timing import (
+    LEAST_SAMPLES,
+    Call,
+    Together,
+    coarse_first,
+    once_on_cpu,
+    once_on_gpu,
+    replayed,
+    timed,
+)
 from shardc.torch_compat import all_gather_single, reduce_scatter_single
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring_shift", "p2p")
@@ -29,14 +38,14 @@ SHAPES = (
     *((4096, 4096, 4096), (2048, 2048, 4096), (4096, 2048, 8192), (4096, 8192, 2048), (2048, 8192, 4096)),
     *((4096, 6144, 2048), (2048, 6144, 4096), (8192, 8192, 4096)),
 )
-BESIDE = 2**19, 2**20, 2**22, 2**24  # bytes of collectives beside work on a CPU
-UNITS = {"cpu": (2, 6, 20), "cuda": (1, 4, 16, 64)}  # of work between two meetings: so many times 1.5 and 0.8 ms
-PIECES = 4  # calls of `_work` in a unit
-TURNS = 3  # of work without a meeting, and with one
+BESIDE = 2**12, 2**17, 2**19, 2**21, 2**23  # bytes of collectives beside work on a CPU
+PIECES = {"cpu": (1, 4, 16), "cuda": (4, 16, 64, 256)}  # of work between two meetings: some 0.9 and 0.2 ms each
+TURN = 0.1  # seconds of work that meets, in a round
 BEHIND = 3  # collectives in the background
 BACKGROUND = "all_reduce", "all_gather", "ring_shift"
+ROUND, AGAIN = 0.02, 5  # seconds of work of one collective's samples in a round, and how many these are at most
 MET = 2**10, 2**18  # bytes of the collectives that ranks meet at
-SHARE = 0.7  # of the time: collectives; the rest is for contention
+SHARE = 0.6  # of the time: collectives; the rest is for contention
 
 
 def group_sizes(world: int) -> list[int]:
@@ -50,6 +59,27 @@ class Beside(NamedTuple):
 
     work: tuple[float, float]
     collective: tuple[float, float]
+
+
+class _Background(NamedTuple):
+    """A collective that runs behind work: what begins one, and how often the work runs meanwhile."""
+
+    op: str
+    size: int
+    alone: float  # seconds
+    begin: Callable[[], Any]
+    runs: int
+
+    def sample(self, work: Call, together: Together) -> tuple[float, float]:
+        """Seconds of the work, and of it with `BEHIND` collectives behind it."""
+        working = once_on_cpu(work, self.runs, together) * self.runs
+        together.barrier()
+        begin = time.perf_counter()
+        pending = [self.begin() for _ in range(BEHIND)]
+        once_on_cpu(work, self.runs)
+        for one in pending:
+            one.wait()
+        return working, time.perf_counter() - begin
 
 
 class _Both(list[Any]):
@@ -227,34 +257,28 @@ class Peers:
         return call
 
     def _cores(self, seconds: float) -> Iterator[dict[str, Any]]:
-        """Collectives in the background of work, by each of which alone: threads of gloo run on cores that compute."""
+        """Collectives in the background of work, by each of which alone: threads of gloo run on cores that compute.
+        Samples of all are taken in rounds, so that what else runs on the cores hits them alike."""
         group, control = self.groups[self.world]
         together, work = Together(control), self._work()
-        end = time.perf_counter() + self.told(seconds, control)
+        seconds = self.told(seconds, control)  # so that all take as many samples
+        end = time.perf_counter() + seconds
         typical = timed(work, seconds / 20, "cpu", together).median
-        for index, (size, op) in enumerate(product(BESIDE, BACKGROUND)):
-            left = self.told((end - time.perf_counter()) / (len(BESIDE) * len(BACKGROUND) - index), control)
+        cases = list[_Background]()
+        for size, op in product(BESIDE, BACKGROUND):
             call = self.call(op, size, self.world, group)
-            alone = timed(call, max(0.0, left / 3), "cpu", together).median
-            begin = self.begun(op, size, group)
+            alone = timed(call, seconds / 4 / (len(BESIDE) * len(BACKGROUND)), "cpu", together).median
             runs = max(1, round(2 * BEHIND * alone / typical))  # so that collectives end before the work
-            working, both = list[float](), list[float]()
-            for _ in range(int(max(3, min(20, left / 3 / (runs * typical))))):
-                working.append(once_on_cpu(work, runs, together) * runs)
-                together.barrier()
-                now = time.perf_counter()
-                pending = [begin() for _ in range(BEHIND)]
-                once_on_cpu(work, runs)
-                for one in pending:
-                    one.wait()
-                both.append(time.perf_counter() - now)
-            took = {"work": _middle(together.slowest(working)), "both": _middle(together.slowest(both))}
-            times = {
-                "work_us": took["work"] * 1e6,
-                "collective_us": BEHIND * alone * 1e6,
-                "both_us": took["both"] * 1e6,
-            }
-            yield {"kind": "cores", "what": op, "bytes": size, "times": BEHIND, **times}
+            cases.append(_Background(op, size, alone, self.begun(op, size, group), runs))
+        samples: list[list[tuple[float, float]]] = [[] for _ in cases]
+        while len(samples[0]) < LEAST_SAMPLES or self.told(end - time.perf_counter(), control) > 0:
+            for case, taken in zip(cases, samples, strict=True):
+                for _ in range(max(1, min(AGAIN, round(ROUND / (case.runs * typical))))):
+                    taken.append(case.sample(work, together))
+        for case, taken in zip(cases, samples, strict=True):
+            working, both = (_middle(together.slowest(list(of))) for of in zip(*taken, strict=True))
+            times = {"work_us": working * 1e6, "collective_us": BEHIND * case.alone * 1e6, "both_us": both * 1e6}
+            yield {"kind": "cores", "what": case.op, "bytes": case.size, "times": BEHIND, **times}
 
     def begun(self, op: str, size: int, group: Any) -> Callable[[], Any]:
         """Begins a collective, and gives what is waited for."""
@@ -276,36 +300,41 @@ class Peers:
         return [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
 
     def _meetings(self, seconds: float) -> Iterator[dict[str, Any]]:
-        """Pieces of work with a collective after each, by the work and the collective alone."""
+        """Pieces of work with a collective after each, by the work and the collective alone. Samples of all are taken
+        in rounds: a device changes its speed, and others use its cores."""
         group, control = self.groups[self.world]
         together, work = self.together(group, control), self._work()
         once = once_on_gpu if self.device == "cuda" else once_on_cpu
-        end = time.perf_counter() + self.told(seconds, control)
-        wanted = list(product(UNITS[self.device], MET))
-        for index, (units, size) in enumerate(wanted):
-            left = max(0.1, self.told((end - time.perf_counter()) / (len(wanted) - index), control))
+        seconds = self.told(seconds, control)  # so that all take as many samples
+        end = time.perf_counter() + seconds
+        typical = timed(work, seconds / 20, self.device, together).median
+        cases: list[tuple[int, int, Call, float, list[tuple[float, float]]]] = []
+        for pieces, size in product(PIECES[self.device], MET):
             call = self.call("all_reduce", size, self.world, group)
-            collective = timed(call, left / 8, self.device, together).median
-            typical = timed(work, left / 8, self.device, together).median
-            count = round(self.told(max(3.0, min(200.0, left / 3 / TURNS / (units * PIECES * typical))), control))
+            collective = timed(call, seconds / 5 / (len(PIECES[self.device]) * len(MET)), self.device, together).median
+            cases.append((pieces, size, call, collective, []))
+        while len(cases[0][4]) < LEAST_SAMPLES or self.told(end - time.perf_counter(), control) > 0:
+            for pieces, _, call, _, taken in cases:
+                count = round(self.told(max(3.0, min(50.0, TURN / (pieces * typical))), control))
 
-            def piece(units: int = units) -> None:
-                for _ in range(units * PIECES):
-                    work()
+                def piece(pieces: int = pieces) -> None:
+                    for _ in range(pieces):
+                        work()
 
-            def met(piece: Call = piece, call: Call = call) -> None:
-                piece()
-                call()
+                def met(piece: Call = piece, call: Call = call) -> None:
+                    piece()
+                    call()
 
-            # In turn, as a device changes its speed. A rank by itself: the mean, since each waits for the other.
-            computed, took = list[float](), list[float]()
-            for _ in range(TURNS):
-                computed.append(self.mean(once(piece, count, together), control))
-                took.append(self.mean(once(met, count, together), control))
+                # A rank by itself: the mean, since each waits for the other.
+                computed, took = (self.mean(once(of, count, together), control) for of in (piece, met))
+                taken.append((computed, took - computed))
+        for _, size, _, collective, taken in cases:
+            computed = _middle([work for work, _ in taken])
+            more = _middle([more for _, more in taken])
             times = {
-                "computed_us": _middle(computed) * 1e6,
-                "alone_us": (_middle(computed) + collective) * 1e6,
-                "together_us": _middle(took) * 1e6,
+                "computed_us": computed * 1e6,
+                "alone_us": (computed + collective) * 1e6,
+                "together_us": (computed + more) * 1e6,
             }
             yield {"kind": "meeting", "bytes": size, **times}
 
