@@ -14,13 +14,14 @@ import webbrowser
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardc.compiler.binding import PLAN, check_module, read_plan
 from shardc.compiler.generation import decode_request, prefill_request
+from shardc.compiler.graphs_auto import AUTO
 from shardc.compiler.pass_pipeline import Watch
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
@@ -571,7 +572,7 @@ class Program(PredictedProgram):
         timeout: float = 600.0,
         device: str | None = None,
         check_every: int = EVERY,
-        graphs: bool = False,
+        graphs: bool | Literal["auto"] = False,
     ) -> Trainer:
         """The job's trainer: this rank under torchrun (gloo on CPUs, NCCL on GPUs), else all ranks simulated.
 
@@ -588,7 +589,8 @@ class Program(PredictedProgram):
 
         With `graphs`, a GPU replays each step but the first three from a CUDA graph: one call instead of one a kernel,
         for programs whose kernels are shorter than what Python takes to launch them. A step that cannot be captured
-        runs as it would without, and a warning (SC518) says why.
+        runs as it would without, and a warning (SC518) says why. "auto" is so where a step is predicted to be more than
+        2 % shorter on the plan's hardware (`graphs_choice`) and can be captured. SC518 for another value.
 
             trainer = program.launch(init=lambda name, shape, dtype: 0.02 * torch.randn(shape, dtype=dtype))
 
@@ -596,6 +598,8 @@ class Program(PredictedProgram):
         """
         from shardc.runtime.train.trainer import launch
 
+        if graphs not in (True, False, AUTO):
+            raise error("SC518", f"graphs={graphs!r} is no choice", hint=f'write graphs=True, False or "{AUTO}"')
         program = self
         if self.compiled is not None and self.request is not None and (now := self.compiled.all_changes()):
             warn(f"{changed(now).diagnostics[0].message}: it is compiled again")
@@ -609,7 +613,7 @@ class Program(PredictedProgram):
             timeout=timeout,
             device=device,
             check_every=check_every,
-            graphs=graphs,
+            graphs=(lambda: program.graphs_choice.replayed) if graphs == AUTO else bool(graphs),
         )
 
     def generate(

@@ -17,10 +17,12 @@ from shardc.compiler.what_varies import batch_line
 from shardc.cost.beside import beside
 from shardc.cost.flops import Flops, flops, human_flops
 from shardc.cost.memory import PHASES
+from shardc.explain.predicted_program import PredictedProgram
 from shardc.ir.collectives import Collective, human_bytes
 from shardc.ir.diagnostic import listed
 from shardc.ir.fold import Line, described, fold
 from shardc.ir.graph import Graph, Phase, Port, info, type_of, update
+from shardc.ir.hardware import Hardware
 from shardc.ir.layers import layer_of
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS
@@ -36,7 +38,7 @@ from shardc.passes.sharding.dispatch import Choice
 from shardc.plan.schema import Plan
 
 
-def summary(program: Program) -> list[RenderableType]:
+def summary(program: PredictedProgram) -> list[RenderableType]:
     """Parameters and their bytes, the work of a rank, and collectives by phase, axis and kind."""
     calls = sum(1 for _ in program.body.calls())
     head = f"{program.mesh.world_size} ranks, mesh {program.mesh}; {calls} instructions; {parameters(program)}"
@@ -52,6 +54,7 @@ def summary(program: Program) -> list[RenderableType]:
         *offloaded(program),
         *overlap(program),
         *decomposed(program),
+        *replayed(program),
         *fusion(program),
         batch_line(program),
     ]
@@ -100,6 +103,14 @@ def overlap(program: Program) -> list[str]:
         counts.setdefault(row.phase, []).append(bool(row.products))
     said = [f"{sum(found)} of {len(found)} in {PHASES[phase]}" for phase, found in counts.items() if any(found)]
     return [f"collectives beside products: {', '.join(said)}"] if said else []
+
+
+def replayed(program: PredictedProgram) -> list[str]:
+    """Whether steps would be shorter from a CUDA graph, by prediction for the GPU that the plan names."""
+    if Hardware.of(program.plan.get("hardware", {})).device != "gpu" or program.plan.get("nonfinite") == "raise":
+        return []
+    choice = program.graphs_choice
+    return [f'{choice}; on by launch(graphs="auto")'] if choice.replayed else []
 
 
 def decomposed(program: Program) -> list[str]:

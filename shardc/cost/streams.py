@@ -120,12 +120,17 @@ def run(
 
 def device_seconds(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware) -> float:
     """What a run takes whose host has issued everything before it is needed: what an order of calls is judged by."""
-    free = dataclasses.replace(hardware, kernel_launch_seconds=DELAY.least, call_seconds=0.0)
-    return run(
-        graph,
-        {node: dataclasses.replace(cost, issuing=0.0) if cost.issuing else cost for node, cost in costs.items()},
-        free,
-    ).seconds
+    return run(graph, without_issuing(costs), issued_before(hardware)).seconds
+
+
+def issued_before(hardware: Hardware) -> Hardware:
+    """The hardware with a host that takes no time for a call, as if it had issued all before."""
+    return dataclasses.replace(hardware, kernel_launch_seconds=DELAY.least, call_seconds=0.0)
+
+
+def without_issuing(costs: Mapping[fx.Node, CallCost]) -> dict[fx.Node, CallCost]:
+    """The same of collectives, which the host takes longer to begin."""
+    return {node: dataclasses.replace(cost, issuing=0.0) if cost.issuing else cost for node, cost in costs.items()}
 
 
 @dataclass(eq=False)

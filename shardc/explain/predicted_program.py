@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardc.compiler.graphs_auto import GraphsChoice, choose_graphs
 from shardc.compiler.request import Request
 from shardc.cost.failures import FailureCost, failure_cost
 from shardc.cost.prediction import Prediction
@@ -76,20 +77,27 @@ class PredictedProgram(data.Program):
         report = compare(before, self.lock(chosen), tolerance, origin)
         return with_fusion(report, lambda: why_unfused(self, self.staged))
 
-    def predict(self, hardware: str | Path | Hardware | None = None) -> Prediction:
+    def predict(self, hardware: str | Path | Hardware | None = None, *, graphs: bool = False) -> Prediction:
         """What a step takes on a machine: its time, tokens a second, MFU, exposed collectives, bubble, peak memory.
 
             print(program.predict("h200"))
 
         hardware    the name of a file in configs/hardware, the path of such a file, or a `Hardware`; None: the plan's
+        graphs      of a step that is replayed from a CUDA graph (`launch`), which does not wait for Python
 
         Raises ShardcError (SC208) for a name that is not known, or a file that describes no hardware.
         """
         if hardware is None:
             written: Mapping[str, Any] = self.plan.get("hardware", {})
-            return predict(self.staged, self.reference, Hardware.of(written), "the plan's hardware")
+            return predict(self.staged, self.reference, Hardware.of(written), "the plan's hardware", replayed=graphs)
         name = "this hardware" if isinstance(hardware, Hardware) else Path(hardware).stem
-        return predict(self.staged, self.reference, machines.hardware(hardware), name)
+        return predict(self.staged, self.reference, machines.hardware(hardware), name, replayed=graphs)
+
+    @property
+    def graphs_choice(self) -> GraphsChoice:
+        """What `launch(graphs="auto")` goes by: a step's predicted time on the plan's hardware with and without CUDA
+        graphs. A pipeline's is not captured, whatever is predicted."""
+        return choose_graphs(self.staged, self.reference, Hardware.of(self.plan.get("hardware", {})))
 
     def failures(
         self,

@@ -21,7 +21,7 @@ from shardc.cost.flops import flops
 from shardc.cost.prediction import ExposedTime, Prediction
 from shardc.cost.prediction_trace import body_trace, pipeline_trace
 from shardc.cost.profile import CallTime
-from shardc.cost.streams import Steps, Timed, run, steps_of
+from shardc.cost.streams import Steps, Timed, issued_before, run, steps_of, without_issuing
 from shardc.ir.graph import Graph, Phase, info, type_of
 from shardc.ir.hardware import Group, Hardware
 from shardc.ir.layers import in_every_layer
@@ -36,16 +36,19 @@ from shardc.schedule.replay import replay
 from shardc.schedule.timeline import Timeline
 
 
-def predict(program: StagedProgram, reference: Graph, hardware: Hardware, name: str = "") -> Prediction:
-    """`reference` is the same step on one device: the model's FLOPs and tokens are counted there."""
-    return _Predictor(program, reference, hardware, name).prediction()
+def predict(
+    program: StagedProgram, reference: Graph, hardware: Hardware, name: str = "", *, replayed: bool = False
+) -> Prediction:
+    """`reference` is the same step on one device: the model's FLOPs and tokens are counted there. `replayed` is a step
+    that no host issues, as from a CUDA graph."""
+    return _Predictor(program, reference, hardware, name, replayed).prediction()
 
 
 class _Predictor:
-    def __init__(self, program: StagedProgram, reference: Graph, hardware: Hardware, name: str) -> None:
-        self.program, self.reference, self.name = program, reference, name
+    def __init__(self, program: StagedProgram, reference: Graph, hardware: Hardware, name: str, replayed: bool) -> None:
+        self.program, self.reference, self.name, self.replayed = program, reference, name, replayed
         self.mesh = _whole_mesh(program)
-        self.hardware = hardware.on(self.mesh)
+        self.hardware = issued_before(hardware.on(self.mesh)) if replayed else hardware.on(self.mesh)
         self.products = 1.0  # how many times as long as by the table products take
         self._costs: dict[Graph, dict[fx.Node, CallCost]] = {}
         self._timed: dict[Graph, Timed] = {}
@@ -114,7 +117,8 @@ class _Predictor:
     # ------------------------------------------------------------------ graphs
     def costs_of(self, graph: Graph) -> dict[fx.Node, CallCost]:
         if graph not in self._costs:
-            self._costs[graph] = call_costs(graph, self.hardware, self.mesh)
+            costs = call_costs(graph, self.hardware, self.mesh)
+            self._costs[graph] = without_issuing(costs) if self.replayed else costs
         return self._costs[graph]
 
     def timed(self, graph: Graph) -> Timed:

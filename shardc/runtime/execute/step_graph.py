@@ -230,6 +230,12 @@ class Graphs:
         return recorder(device, self.pool)
 
 
+def are_captured(device: str | None) -> bool:
+    """Whether steps on such a device can be; None is a GPU where there is one."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device or default).type in RECORDERS
+
+
 def warn_not_captured(why: str) -> None:
     hint = "steps run as without graphs; leave graphs= out of launch, or change what is named here"
     warn(str(Diagnostic("SC518", f"steps are not replayed from a CUDA graph: {why}", "warning", hint=hint)))

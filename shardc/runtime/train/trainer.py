@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from shardc.runtime.checkpoint.held import Held, Position
 from shardc.runtime.checkpoint.hugging_face import export_hf
 from shardc.runtime.checkpoint.weights import Init, Weights
 from shardc.runtime.execute.microbatches import Feed
-from shardc.runtime.execute.step_graph import Graphs, warn_not_captured
+from shardc.runtime.execute.step_graph import Graphs, are_captured, warn_not_captured
 from shardc.runtime.generate.generator import Choosing, Generator
 from shardc.runtime.generate.result import Finished, Generated
 from shardc.runtime.train.agreement import facts_of
@@ -694,17 +694,19 @@ def launch(
     timeout: float = 600.0,
     device: str | None = None,
     check_every: int = EVERY,
-    graphs: bool = False,
+    graphs: bool | Callable[[], bool] = False,
 ) -> Trainer:
-    """The trainer of a program: `Program.launch`, which says what the arguments are, for any program."""
+    """The trainer of a program: `Program.launch`, which says what the arguments are, for any program. `graphs` may be
+    a question, which is asked where steps can be captured."""
     engines, launched = Engines(program.staged), Launched.of(program)
     seed = launched.plan.get("seed", 0) if seed is None else seed
     start = launched.start(state, init, seed)
     in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     facts = facts_of(launched.plan, launched.rates(), seed, check_every)
-    wanted = None
+    wanted, raises = None, launched.plan.get("nonfinite") == "raise"
+    if callable(graphs):
+        graphs = in_job and not raises and not program.staged.axis and are_captured(device) and graphs()
     if graphs:
-        raises = launched.plan.get("nonfinite") == "raise"
         wanted = Graphs("the plan says `nonfinite: raise`, which reads in each step whether all is finite" * raises)
         if not in_job:
             warn_not_captured("all ranks are simulated")
