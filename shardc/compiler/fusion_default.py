@@ -2,7 +2,8 @@
 
     hardware: h200        on: its file says `device: gpu`
     hardware: cpu-gloo    off: CPUs run the kernels' references
-    no hardware           on where the model's parameters or the sample batch lie on a CUDA device, and Triton is there
+    no hardware           on where Triton is there, and the model's parameters or the sample batch lie on a CUDA device,
+                          or this is a rank of a job on a host with GPUs, which `launch` runs on
 
 A plan with `symbols` has no kernels unless it says so: how values divide into kernels depends on their sizes, and
 formulas of costs are for all of them.
@@ -10,8 +11,10 @@ formulas of costs are for all of them.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kernels_triton.launch.launch import HAS_TRITON
@@ -36,8 +39,17 @@ def device_of_kernels(plan: Plan, model: nn.Module, batch: Any) -> str:
     if choice.value.device is not None:
         name = "the plan's hardware" if choice.like == DEFAULT_NAME else f"hardware {choice.like}"
         return f"{name} is a GPU" if choice.value.device == "gpu" else ""
-    device = cuda_device(model, batch) if HAS_TRITON else None
-    return f"the model lies on {device}" if device is not None else ""
+    if not HAS_TRITON:
+        return ""
+    if (device := cuda_device(model, batch)) is not None:
+        return f"the model lies on {device}"
+    return "this job has GPUs" if job_has_gpus() else ""
+
+
+def job_has_gpus() -> bool:
+    """Whether this process is a rank of a job (torchrun's variables), on a host with CUDA devices: `launch` runs there,
+    wherever the model lies while it is compiled."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and torch.cuda.is_available()
 
 
 def cuda_device(model: nn.Module, batch: Any) -> str | None:

@@ -16,6 +16,7 @@ from torch.nn.modules import module as module_hooks
 from kernels_triton.launch.launch import HAS_TRITON
 from kernels_triton.launch.tables import VARIABLE as TABLES
 from shardc import torch_compat
+from shardc.compiler.fusion_default import job_has_gpus
 from shardc.ir.version import VERSION
 from shardc.program_cache.code import Code
 from shardc.program_cache.libraries import refuse_newer, sources_of_shardc
@@ -64,6 +65,7 @@ _SWITCHES: tuple[Callable[[], object], ...] = (
     torch.is_anomaly_check_nan_enabled,
     torch.cuda.is_available,
     torch.cuda.device_count,
+    job_has_gpus,
 )
 
 

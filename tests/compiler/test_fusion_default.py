@@ -94,6 +94,26 @@ def test_a_model_on_a_gpu_has_kernels(plan: dict[str, Any], on: bool, monkeypatc
     assert program.plan.get("fused_on") == ("the model lies on cuda:1" if on and not asked else None)
 
 
+@pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize(("plan", "on"), [({}, True), ({"fuse": False}, False), (CPU, False)], ids=str)
+def test_a_rank_of_a_job_on_gpus_has_kernels(
+    plan: dict[str, Any], on: bool, device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most scripts make their model on the CPU, or on the meta device; `launch` takes the GPU."""
+    monkeypatch.setattr(fusion_default, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def program() -> shardc.Program:
+        return shardc.compile(Chain().to(device), torch.randn(8, 8), plan={"mesh": "dp=1", **plan})
+
+    assert kernels(program()) == 0, "no job: all ranks are simulated, on the CPU"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    in_job = program()
+    assert (kernels(in_job) > 0) == on
+    assert in_job.plan.get("fused_on") == ("this job has GPUs" if on else None)
+
+
 def test_without_triton_a_gpu_alone_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fused program runs there are references; a GPU that the plan names has them, whatever compiles for it."""
     lies_on("cuda:0", monkeypatch)
