@@ -126,11 +126,11 @@ def test_where_a_model_lies() -> None:
     assert fusion_default.cuda_device(Chain(), (torch.ones(1), [1, "x"])) is None
     assert fusion_default.cuda_device(Chain().to("meta"), {"x": torch.ones(1, device="meta")}) is None
     with FakeTensorMode():
-        on_gpu = torch.ones(1, device="cuda:1")
-    assert fusion_default.cuda_device(Chain(), {"x": [torch.ones(1), on_gpu]}) == "cuda:1"
+        on_gpu = torch.ones(1, device="cuda:0")
+    assert fusion_default.cuda_device(Chain(), {"x": [torch.ones(1), on_gpu]}) == "cuda:0"
     model = Chain()
     model.register_buffer("scale", on_gpu)
-    assert fusion_default.cuda_device(model, torch.ones(1)) == "cuda:1"
+    assert fusion_default.cuda_device(model, torch.ones(1)) == "cuda:0"
 
 
 def test_kernels_of_other_programs_of_one_plan() -> None:

@@ -45,6 +45,8 @@ def start(
     """Run a scenario in `ranks` processes; what each wrote, None for one that died before, if not `all_end` well."""
     port = free_port()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    if worker.parent.name != "gpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""  # a job on CPUs, on a host with GPUs too
     serve()
     context = multiprocessing.get_context(METHOD)
     processes = [

@@ -18,9 +18,6 @@ from torch.utils._pytree import tree_leaves
 import shardc
 from benchmarks.gpt import GPT
 from kernels_triton.base import library
-from shardc import ShardcError
-from shardc.cli.summary import summary
-from shardc.compiler import graphs_auto
 from shardc.ir.graph import Port
 from shardc.runtime.execute import step_graph
 from shardc.runtime.execute.arena import Arena
@@ -332,63 +329,6 @@ def test_a_trainer_replays_and_its_state_stays_where_it_is(precision: str, monke
     assert len(places) == len({name for name, _ in places})
     expected, _ = trained(False, **plan)
     assert_same(found, expected)
-
-
-# Python that takes longer for a call than the GPU for its kernel, and one that takes next to nothing.
-HOSTS = {True: {"like": "h200", "call_seconds": 1e-3}, False: {"like": "h200", "kernel_launch_seconds": 1e-9}}
-
-
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("slow", [True, False])
-def test_auto_replays_where_a_step_is_predicted_to_wait_for_python(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(step_graph.RECORDERS, "cpu", RecordedOps)  # type: ignore[arg-type]
-    batch = torch.randn(8, 6)
-    host = HOSTS[slow] if slow else {**HOSTS[slow], "call_seconds": 0}
-    program = shardc.compile(Normed(), batch, mesh="dp=1", plan={"hardware": host, "fuse": False})
-    issued, replayed = program.predict(), program.predict(graphs=True)
-    choice = program.graphs_choice
-    assert choice == (issued.step_ms, replayed.step_ms)
-    assert choice.replayed == slow
-    assert replayed.idle_ms < 1e-3 <= issued.idle_ms or not slow
-    said = "\n".join(map(str, summary(program)))
-    assert ('launch(graphs="auto")' in said) == slow
-    with program.launch(device="cpu", timeout=30, graphs="auto") as trainer:
-        for _ in range(STEPS):
-            trainer.step(batch)
-    assert [recorder.replays for recorder in RecordedOps.made] == [STEPS - WARM_UP] * slow
-
-
-def test_auto_asks_no_prediction_where_nothing_can_be_captured(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    """In simulation, on a CPU, with `nonfinite: raise`, of a pipeline: steps run as ever, and nothing is said."""
-    batch = torch.randn(8, 6)
-    asked: list[object] = []
-    monkeypatch.setattr(graphs_auto, "predict", lambda *_: asked.append(_))
-    program = shardc.compile(Normed(), batch, mesh="dp=1")
-    with program.launch(graphs="auto") as trainer:
-        trainer.step(batch)
-    assert not asked
-    assert not [warning for warning in recwarn if "SC518" in str(warning.message)]
-    with pytest.raises(ShardcError, match=r"SC518.*graphs='always'") as failed:
-        program.launch(graphs="always")  # type: ignore[arg-type]
-    assert '"auto"' in str(failed.value)
-
-
-@pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("plan", [{"nonfinite": "raise"}, {}])
-def test_auto_says_nothing_of_what_is_not_captured(
-    plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    if plan:
-        monkeypatch.setitem(step_graph.RECORDERS, "cpu", RecordedOps)  # type: ignore[arg-type]
-    batch = torch.randn(8, 6)
-    slow = {"hardware": HOSTS[True], "fuse": False, **plan}
-    program = shardc.compile(Normed(), batch, mesh="dp=1", plan=slow)
-    assert program.graphs_choice.replayed
-    with program.launch(device="cpu", timeout=30, graphs="auto") as trainer:
-        trainer.step(batch)
-    assert not [warning for warning in recwarn if "SC518" in str(warning.message)]
 
 
 @pytest.mark.usefixtures("job")
