@@ -580,7 +580,8 @@ class Program(PredictedProgram):
         them in turn), then from the model unless it lies on the meta device, then from `init(name, shape, dtype)`,
         called for one tensor at a time, which must give the same on every rank; `init="model"` has the model's own code
         do so. Buffers that no file holds are computed by the model's own code (SC561 where it cannot). `seed` is that
-        of random ops, by default the plan's. `device` is "cpu" or "cuda"; by default a GPU where there is one.
+        of random ops, by default the plan's. `device` is "cpu" or "cuda"; by default a GPU where there is one. For
+        a job on the CPUs of a host with GPUs, say `fuse: false` in the plan: kernels are for GPUs.
 
         The ranks of a job must run the same: versions, plan, program and seed are compared first (SC541; SC543 where a
         rank does not come), then the values that they start from, and what they share of parameters, state, inputs and
@@ -590,7 +591,7 @@ class Program(PredictedProgram):
         With `graphs`, a GPU replays each step but the first three from a CUDA graph: one call instead of one a kernel,
         for programs whose kernels are shorter than what Python takes to launch them. A step that cannot be captured
         runs as it would without, and a warning (SC518) says why. "auto" is so where a step is predicted to be more than
-        2 % shorter on the plan's hardware (`graphs_choice`) and can be captured. SC518 for another value.
+        5 % shorter on the GPU that the plan's `hardware` names (`graphs_choice`). SC518 for another text.
 
             trainer = program.launch(init=lambda name, shape, dtype: 0.02 * torch.randn(shape, dtype=dtype))
 
@@ -598,7 +599,7 @@ class Program(PredictedProgram):
         """
         from shardc.runtime.train.trainer import launch
 
-        if graphs not in (True, False, AUTO):
+        if isinstance(graphs, str) and graphs != AUTO:
             raise error("SC518", f"graphs={graphs!r} is no choice", hint=f'write graphs=True, False or "{AUTO}"')
         program = self
         if self.compiled is not None and self.request is not None and (now := self.compiled.all_changes()):
@@ -613,7 +614,7 @@ class Program(PredictedProgram):
             timeout=timeout,
             device=device,
             check_every=check_every,
-            graphs=(lambda: program.graphs_choice.replayed) if graphs == AUTO else bool(graphs),
+            graphs=program._replays if graphs == AUTO else bool(graphs),
         )
 
     def generate(

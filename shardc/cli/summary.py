@@ -36,6 +36,7 @@ from shardc.partition.staged_program import StagedProgram
 from shardc.passes.context.divide_attention import Divided
 from shardc.passes.sharding.dispatch import Choice
 from shardc.plan.schema import Plan
+from shardc.runtime.execute.step_graph import is_never_captured
 
 
 def summary(program: PredictedProgram) -> list[RenderableType]:
@@ -107,7 +108,8 @@ def overlap(program: Program) -> list[str]:
 
 def replayed(program: PredictedProgram) -> list[str]:
     """Whether steps would be shorter from a CUDA graph, by prediction for the GPU that the plan names."""
-    if Hardware.of(program.plan.get("hardware", {})).device != "gpu" or program.plan.get("nonfinite") == "raise":
+    on_gpu = Hardware.of(program.plan.get("hardware", {})).device == "gpu"
+    if not on_gpu or is_never_captured(program.staged, program.plan.get("nonfinite")):
         return []
     choice = program.graphs_choice
     return [f'{choice}; on by launch(graphs="auto")'] if choice.replayed else []

@@ -1,11 +1,10 @@
 """Whether steps are replayed from a CUDA graph under `launch(graphs="auto")`: where they are predicted shorter so.
 
     30.4 ms issued, 21.0 ms replayed       replayed
-    30.4 ms issued, 30.2 ms replayed       issued: within the margin of 2 %, which a prediction does not tell apart
+    30.4 ms issued, 29.6 ms replayed       issued: within the margin of 5 %
 
-A replayed step does not wait for Python, and its collectives take what they take in graphs; the rest is as it is. Of
-what `launch` never captures (`runtime.execute.step_graph`) nothing is predicted: steps on CPUs, in simulation, of a
-pipeline, and with `nonfinite: raise`.
+A replayed step does not wait for Python, and its collectives take what they take in graphs; the rest is as it is. What
+it copies besides, feeds and results, is not predicted: on an H200 it was 0.3 to 2.1 % of steps.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from shardc.partition.prediction import predict
 from shardc.partition.staged_program import StagedProgram
 
 AUTO = "auto"
-MARGIN = 0.02  # how much shorter a step has to be
+MARGIN = 0.05  # how much shorter a step has to be
 
 
 class GraphsChoice(NamedTuple):

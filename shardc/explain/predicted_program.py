@@ -30,6 +30,7 @@ from shardc.partition.staged_program import StagedProgram
 from shardc.plan import hardware as machines
 from shardc.plan.schema import Plan
 from shardc.plan.values import read_bytes
+from shardc.runtime.execute.step_graph import warn_not_captured
 
 
 class PredictedProgram(data.Program):
@@ -83,7 +84,8 @@ class PredictedProgram(data.Program):
             print(program.predict("h200"))
 
         hardware    the name of a file in configs/hardware, the path of such a file, or a `Hardware`; None: the plan's
-        graphs      of a step that is replayed from a CUDA graph (`launch`), which does not wait for Python
+        graphs      of a step that is replayed from a CUDA graph, which does not wait for Python; whether `launch` can
+                    capture it is not asked
 
         Raises ShardcError (SC208) for a name that is not known, or a file that describes no hardware.
         """
@@ -98,6 +100,13 @@ class PredictedProgram(data.Program):
         """What `launch(graphs="auto")` goes by: a step's predicted time on the plan's hardware with and without CUDA
         graphs. A pipeline's is not captured, whatever is predicted."""
         return choose_graphs(self.staged, self.reference, Hardware.of(self.plan.get("hardware", {})))
+
+    def _replays(self) -> bool:
+        """Whether steps are worth replaying (`graphs_choice`); where the plan names no GPU, a warning, and no."""
+        if Hardware.of(self.plan.get("hardware", {})).device == "gpu":
+            return self.graphs_choice.replayed
+        warn_not_captured("the plan names no hardware that is a GPU, for which steps could be predicted")
+        return False
 
     def failures(
         self,

@@ -22,6 +22,7 @@ from shardc.partition import rank_costs, transfer_report
 from shardc.partition.balance import cut_bytes, named_starts, unit_costs
 from shardc.partition.cut import cut
 from shardc.partition.fused_costs import weighed_layers
+from shardc.partition.prediction import whole_mesh
 from shardc.partition.staged_program import StagedProgram
 from shardc.partition.step_analysis import StepAnalysis, finest_analysis
 from shardc.partition.transfer_report import ReportedTransfer
@@ -175,8 +176,9 @@ class _Search:
             pipelined.lists.pipeline, transfer_report.stage_coordinates(pipelined)
         )
         hardware = hardware_of(program)
-        _, costs = weighed_layers(program.body, len(pipelined.stages), _fuse_of(program), hardware)
-        of_units = unit_costs(analysis, hardware, costs=costs)
+        count, mesh = len(pipelined.stages), whole_mesh(pipelined)
+        _, costs = weighed_layers(program.body, count, _fuse_of(program), hardware, mesh)
+        of_units = unit_costs(analysis, hardware, mesh, costs)
         return cls(program.body, analysis, starts, of_units, cut_bytes(analysis), bytes_now, hardware)
 
     def places(self, cuts: range) -> list[tuple[int, ...]]:

@@ -47,7 +47,7 @@ def predict(
 class _Predictor:
     def __init__(self, program: StagedProgram, reference: Graph, hardware: Hardware, name: str, replayed: bool) -> None:
         self.program, self.reference, self.name, self.replayed = program, reference, name, replayed
-        self.mesh = _whole_mesh(program)
+        self.mesh = whole_mesh(program)
         self.hardware = issued_before(hardware.on(self.mesh)) if replayed else hardware.on(self.mesh)
         self.products = 1.0  # how many times as long as by the table products take
         self._costs: dict[Graph, dict[fx.Node, CallCost]] = {}
@@ -263,7 +263,7 @@ def _without_microbatch(i: Instruction) -> Instruction:
     return replace(i, microbatch=0) if isinstance(i, (*COMPUTE, *TRANSFER)) else i
 
 
-def _whole_mesh(program: StagedProgram) -> Mesh:
+def whole_mesh(program: StagedProgram) -> Mesh:
     """The mesh of all ranks, its axes split as those of the body."""
     inner = program.body.mesh
     axes: list[tuple[str, int]] = []

@@ -15,6 +15,7 @@ from shardc.compiler import fusion_default
 from shardc.ir.graph import op_name
 from shardc.ir.hardware import Hardware
 from shardc.plan.schema import Plan
+from shardc.runtime.train.agreement import facts_of
 
 GPU, CPU = {"hardware": "h200"}, {"hardware": "cpu-gloo"}
 PIPELINE = {"mesh": "pp=2", "pipeline": {"microbatches": 2}}
@@ -112,6 +113,17 @@ def test_a_rank_of_a_job_on_gpus_has_kernels(
     in_job = program()
     assert (kernels(in_job) > 0) == on
     assert in_job.plan.get("fused_on") == ("this job has GPUs" if on else None)
+
+
+def test_ranks_may_have_kernels_for_different_reasons() -> None:
+    """One has the weights on its own GPU, the others are on the meta device: their programs are the same."""
+    program = compiled(GPU)
+    said = [
+        facts_of({**program.plan, "fused_on": why}, {}, 0, 100)
+        for why in ("the model lies on cuda:0", "the model lies on cuda:1", "this job has GPUs")
+    ]
+    assert said[0] == said[1] == said[2] == facts_of(program.plan, {}, 0, 100)
+    assert facts_of(compiled(GPU | {"fuse": False}).plan, {}, 0, 100) != said[0]
 
 
 def test_without_triton_a_gpu_alone_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:

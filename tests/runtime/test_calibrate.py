@@ -248,8 +248,18 @@ def test_one_time_that_is_wrong_by_far_changes_no_share() -> None:
         assert cores([*others, {**wrong, "both_us": 5e3 + 3 * law[wrong["collective_us"]]}]) == found
 
 
+def test_collectives_that_take_more_than_all_their_time() -> None:
+    """Two bounds are met: the whole of the time, and nothing besides."""
+    times = {5: 6, 4: 5, 6: 7.2, 0.2: 0.1}
+    rows = [
+        {"kind": "cores", "times": 1, "work_us": 9e3, "collective_us": 1e3 * t, "both_us": 9e3 + 1e3 * more}
+        for t, more in times.items()
+    ]
+    assert cores(rows) == {"cores": 1.0}
+
+
 def test_turns_are_put_together_by_their_medians() -> None:
-    """Of a GPU's kernels and attention the quickest count: what is longer waited for the CPU."""
+    """Of kernels the quickest one's median; of a GPU's attention the least, since what is longer waited for the CPU."""
     kernels = [{"kind": "ceiling", "how": "neg", "mib": 1, "ms": ms} for ms in (0.1, 0.3, 0.9)]
     copies = [{"kind": "ceiling", "how": "copy", "mib": 1, "ms": ms} for ms in (0.4, 0.5)]
     assert dict(memory_points([*kernels, *copies])) == {2**20: 0.3e-3}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardc
 from shardc import ShardcError
@@ -13,6 +14,7 @@ from shardc.cli.summary import summary
 from shardc.compiler import graphs_auto
 from shardc.runtime.execute import step_graph
 from shardc.runtime.execute.step_graph import WARM_UP
+from tests.passes.test_dispatch import program as routed
 from tests.ports import free_port
 from tests.runtime.test_step_graph import STEPS, Normed, RecordedOps
 
@@ -65,6 +67,30 @@ def test_auto_asks_no_prediction_in_simulation(
     with pytest.raises(ShardcError, match=r"SC518.*graphs='always'") as failed:
         program.launch(graphs="always")  # type: ignore[arg-type]
     assert '"auto"' in str(failed.value)
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("plan", [{}, {"hardware": "cpu-gloo"}])
+def test_auto_wants_a_gpu_to_predict_for(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(step_graph.RECORDERS, "cpu", RecordedOps)  # type: ignore[arg-type]
+    program = shardc.compile(Normed(), torch.randn(8, 6), mesh="dp=1", plan=plan)
+    with pytest.warns(UserWarning, match="SC518.*the plan names no hardware that is a GPU"):
+        trainer = program.launch(device="cpu", timeout=30, graphs="auto")
+    trainer.close()
+    assert not RecordedOps.made
+
+
+def test_what_is_never_captured() -> None:
+    """Pipelines, `nonfinite: raise`, and experts whose rows the host counts."""
+    step = shardc.compile(Normed(), torch.randn(8, 6), mesh="dp=1").staged
+    assert not step_graph.is_never_captured(step, None)
+    assert step_graph.is_never_captured(step, "raise")
+    assert step_graph.is_never_captured(routed("ep2").staged, None)
+    assert not step_graph.is_never_captured(routed("ep2", dispatch="all_gather").staged, None)
+    deep = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    plan = {"mesh": "pp=2", "pipeline": {"microbatches": 2}}
+    pipelined = shardc.compile(deep, torch.randn(8, 6), plan=plan, loss=lambda y, _: y.square().mean())
+    assert step_graph.is_never_captured(pipelined.staged, None)
 
 
 @pytest.mark.usefixtures("job")

@@ -177,7 +177,7 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
     if machine["device"] == "cpu":
         sources["fp8_flops_per_second"] = "8-bit floats are widened to float32"
         sources["attention"] = "fitted: start, rate and what softmax takes of scores"
-        sources["contention"] = "measured: what work took longer beside collectives, by the seconds of those alone"
+        sources["contention"] = "fitted: what work took longer beside collectives, by the seconds of those alone"
     Hardware.of({**told, **fitted})  # refuses what no file may have
     missing = [f"Not measured, and as in default.yaml, which is no machine: {what}." for what in not_measured(rows)]
     return hardware_yaml({**told, **fitted}, sources, [*title, *missing])

@@ -6,7 +6,7 @@ collectives   a series a kind, group size and graph: medians, which never fall a
 attention     start, rate and waste on the diagonal, a direction and backend: least squares of relative errors over
               the shapes' shortest times. A shape's longer ones waited for the CPU. On a CPU start, rate and scores, of
               medians.
-memory        an elementwise kernel by bytes
+memory        an elementwise kernel by bytes: the median of the quickest one
 products      rate, start of a product and start of a tile, by a search; samples correct what is left
 launches      medians
 elements      ops that take longer than moving their bytes does: medians
@@ -248,14 +248,14 @@ def cores(rows: Iterable[Row]) -> dict[str, float]:
     """Of `Contention`: what collectives take of the cores that compute, from what both took together.
 
     A share of their seconds, 1 at the most, and as much again for each. Schedulers of cores make single times wrong by
-    far, so the sum of errors is least, not of their squares; an error counts by the seconds alone and of what was
-    taken. Least sums lie where two of the times, or a time and a bound, are met exactly.
+    far, so the sum of errors is least, not of their squares. Each is divided by the time alone plus what was taken. The
+    least sum lies where two of the times, a time and a bound, or two bounds are met exactly.
     """
     points = [
         (row["collective_us"] * 1e-6 / row["times"], max(0.0, row["both_us"] - row["work_us"]) * 1e-6 / row["times"])
         for row in rows
     ]
-    candidates = [(0.0, 0.0)]
+    candidates = [(0.0, 0.0), (1.0, 0.0)]
     candidates += [pair for alone, more in points for pair in ((more / alone, 0.0), (0.0, more), (1.0, more - alone))]
     for (x0, y0), (x1, y1) in combinations(points, 2):
         if x0 != x1:

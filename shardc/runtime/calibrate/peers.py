@@ -39,10 +39,11 @@ SHAPES = (
     *((4096, 6144, 2048), (2048, 6144, 4096), (8192, 8192, 4096)),
 )
 BESIDE = 2**12, 2**17, 2**19, 2**21, 2**23  # bytes of collectives beside work on a CPU
-PIECES = {"cpu": (1, 4, 16), "cuda": (4, 16, 64, 256)}  # of work between two meetings: some 0.9 and 0.2 ms each
+PIECES = {"cpu": (1, 4, 16), "cuda": (4, 16, 64, 256)}  # of work between two meetings: 0.9 ms each, on a GPU 0.2
 TURN = 0.1  # seconds of work that meets, in a round
 BEHIND = 3  # collectives in the background
 BACKGROUND = "all_reduce", "all_gather", "ring_shift"
+BACKGROUND_OPERANDS = 2**25  # bytes of all operands of one of these, which are held together
 ROUND, AGAIN = 0.02, 5  # seconds of work of one collective's samples in a round, and how many these are at most
 MET = 2**10, 2**18  # bytes of the collectives that ranks meet at
 SHARE = 0.6  # of the time: collectives; the rest is for contention
@@ -150,10 +151,12 @@ class Peers:
         """One collective of a message of so many bytes, as `ir.collectives` counts them."""
         return self._in_turn(size, lambda: self._call(op, size, group_size, group))
 
-    def _in_turn(self, size: int, made: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+    def _in_turn(
+        self, size: int, made: Callable[[], Callable[[], Any]], together: int = ALL_OPERANDS
+    ) -> Callable[[], Any]:
         """Calls of operands of their own, of so many bytes each. On a CPU there are several, in turn: in a step none
         finds what the one before has left in the caches."""
-        times = max(2, min(MOST_OPERANDS, ALL_OPERANDS // size)) if self.device == "cpu" else 1
+        times = max(BEHIND + 1, min(MOST_OPERANDS, together // size)) if self.device == "cpu" else 1
         turns = cycle([made() for _ in range(times)])
         return lambda: next(turns)()
 
@@ -258,7 +261,7 @@ class Peers:
 
     def _cores(self, seconds: float) -> Iterator[dict[str, Any]]:
         """Collectives in the background of work, by each of which alone: threads of gloo run on cores that compute.
-        Samples of all are taken in rounds, so that what else runs on the cores hits them alike."""
+        Samples of the work, and of both, are taken in rounds, so that what else runs on the cores hits them alike."""
         group, control = self.groups[self.world]
         together, work = Together(control), self._work()
         seconds = self.told(seconds, control)  # so that all take as many samples
@@ -291,7 +294,7 @@ class Peers:
                 return lambda: _Both(dist.batch_isend_irecv(self._ring(whole, torch.empty_like(whole), group)))
             return lambda: all_gather_single(whole, part, group, async_op=True)
 
-        return self._in_turn(size, one)
+        return self._in_turn(size, one, BACKGROUND_OPERANDS)
 
     def _ring(self, sent: torch.Tensor, received: torch.Tensor, group: Any) -> list[dist.P2POp]:
         """To the next rank of a group, from the one before."""
@@ -300,8 +303,8 @@ class Peers:
         return [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
 
     def _meetings(self, seconds: float) -> Iterator[dict[str, Any]]:
-        """Pieces of work with a collective after each, by the work and the collective alone. Samples of all are taken
-        in rounds: a device changes its speed, and others use its cores."""
+        """Pieces of work with a collective after each, by the work and the collective alone. Samples of the work, and
+        of both, are taken in rounds: a device changes its speed, and others use its cores."""
         group, control = self.groups[self.world]
         together, work = self.together(group, control), self._work()
         once = once_on_gpu if self.device == "cuda" else once_on_cpu

@@ -28,6 +28,9 @@ from shardc.ir.caller import warn
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import Port
+from shardc.ir.ops.exchange import EXCHANGE_COUNTS
+from shardc.ir.schema import given
+from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.execute.monitor import RunMonitor
@@ -234,6 +237,13 @@ def are_captured(device: str | None) -> bool:
     """Whether steps on such a device can be; None is a GPU where there is one."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(device or default).type in RECORDERS
+
+
+def is_never_captured(program: StagedProgram, nonfinite: str | None) -> bool:
+    """Whether steps are not, on any device: of a pipeline, with `nonfinite: raise`, and where the host reads how many
+    rows go to experts."""
+    reads = (given(call).get("reads", True) for g in program.graphs() for call in g.calls_of(EXCHANGE_COUNTS))
+    return bool(program.axis) or nonfinite == "raise" or any(reads)
 
 
 def warn_not_captured(why: str) -> None:

@@ -44,8 +44,9 @@ HINTS = {
 
 
 def facts_of(plan: PlanRecord, rates: Mapping[str, torch.Tensor], seed: int, check_every: int) -> dict[str, str]:
-    """What the ranks of a job must have in common, beside the program itself."""
-    options = {key: value for key, value in plan.items() if key not in ("text", "rates", "state")}
+    """What the ranks of a job must have in common, beside the program itself. Why there are kernels may differ: one
+    rank's model lies on its own GPU, another's on the meta device."""
+    options = {key: value for key, value in plan.items() if key not in ("text", "rates", "state", "fused_on")}
     return {
         "version of shardc": VERSION,
         "version of torch": torch.__version__,

@@ -34,7 +34,7 @@ from shardc.runtime.checkpoint.held import Held, Position
 from shardc.runtime.checkpoint.hugging_face import export_hf
 from shardc.runtime.checkpoint.weights import Init, Weights
 from shardc.runtime.execute.microbatches import Feed
-from shardc.runtime.execute.step_graph import Graphs, are_captured, warn_not_captured
+from shardc.runtime.execute.step_graph import Graphs, are_captured, is_never_captured, warn_not_captured
 from shardc.runtime.generate.generator import Choosing, Generator
 from shardc.runtime.generate.result import Finished, Generated
 from shardc.runtime.train.agreement import facts_of
@@ -705,7 +705,8 @@ def launch(
     facts = facts_of(launched.plan, launched.rates(), seed, check_every)
     wanted, raises = None, launched.plan.get("nonfinite") == "raise"
     if callable(graphs):
-        graphs = in_job and not raises and not program.staged.axis and are_captured(device) and graphs()
+        never = is_never_captured(program.staged, launched.plan.get("nonfinite"))
+        graphs = in_job and not never and are_captured(device) and graphs()
     if graphs:
         wanted = Graphs("the plan says `nonfinite: raise`, which reads in each step whether all is finite" * raises)
         if not in_job:
