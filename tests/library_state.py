@@ -9,6 +9,8 @@ import sys
 import types
 from typing import Any
 
+import torch._dynamo  # noqa: F401  # pyright: ignore[reportUnusedImport]  (replaces `torch.manual_seed` as it is imported)
+
 WATCHED = (
     *("torch", "torch.nn.functional", "torch.nn.init", "torch.distributed", "torch.autograd"),
     *("transformers.masking_utils", "transformers.modeling_utils", "transformers.cache_utils"),

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, Program, ShardcError
-from shardc.explain.transfer import TransferExplanation, _Search, _starts
-from shardc.partition.balance import named_starts
+from shardc.explain.collective import hardware_of
+from shardc.explain.transfer import TransferExplanation, _fuse_of, _Search, _starts
+from shardc.partition.balance import named_starts, unit_costs
+from shardc.partition.fused_costs import weighed_layers
 from shardc.partition.step_analysis import StepAnalysis
 from shardc.schedule.instructions import Send
 from tests.models.zoo import make
@@ -111,6 +113,21 @@ def test_stages_are_weighed_as_the_cut_was_chosen(fuse: bool) -> None:
     dearest = {at: search._dearest((0, at)) for at in begins}
     assert search._dearest(search.starts) <= min(dearest.values()) * 1.001
     assert max(dearest.values()) > 1.4 * min(dearest.values()), "the cut matters"
+
+
+def test_stages_are_weighed_on_the_mesh_of_all_ranks() -> None:
+    """Where stages lie inside of tp, its groups span nodes: sums over tp cost more than on a body's own mesh."""
+    rows = {"params": {"blocks.*.0.weight": "tp, -", "blocks.*.1.weight": "-, tp"}}
+    program = piped({}, {"like": "h200", "accelerators_per_node": 2}, mesh="tp=2, pp=2", more=rows)
+    search = _Search.of(program, program.staged)
+    fuse, hardware = _fuse_of(program), hardware_of(program)
+
+    def weighed(mesh: Mesh | None) -> list[float]:
+        _, costs = weighed_layers(program.body, 2, fuse, hardware, mesh)
+        return unit_costs(search.analysis, hardware, mesh, costs)
+
+    assert search.costs == weighed(program.mesh)
+    assert sum(search.costs) > 1.01 * sum(weighed(None))
 
 
 def test_a_better_cut_is_advised() -> None:

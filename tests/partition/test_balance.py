@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from itertools import accumulate, combinations
 
 import pytest
@@ -204,12 +205,18 @@ def batch_of(model: nn.Module) -> torch.Tensor:
 
 
 def piped(
-    pipeline: dict[str, object], hardware: str, mesh: str = "pp=2", of: type[nn.Module] = Ends, *, fuse: bool = True
+    pipeline: dict[str, object],
+    hardware: object,
+    mesh: str = "pp=2",
+    of: type[nn.Module] = Ends,
+    *,
+    fuse: bool = True,
+    more: Mapping[str, object] | None = None,
 ) -> shardc.Program:
     with torch.device("meta"):
         model = of().to(torch.bfloat16)
         batch = batch_of(model)
-    plan = {"hardware": hardware, "fuse": fuse, "pipeline": {"microbatches": 8, **pipeline}}
+    plan = {"hardware": hardware, "fuse": fuse, "pipeline": {"microbatches": 8, **pipeline}, **(more or {})}
     return shardc.compile(model, batch, mesh=mesh, plan=plan)
 
 
