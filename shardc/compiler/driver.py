@@ -34,6 +34,7 @@ from shardc.frontend.trace import Traced
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, Tokens
 from shardc.ir.mesh import Mesh
+from shardc.ir.microbatch import in_first_microbatch
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.base import Pass
@@ -98,6 +99,8 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
     check_excluded(body, plan.fuse.exclude)
     staged = stages_of(plan, body, task.mesh, options, task.like)
     unfused, fused, choice = _decided(task, staged, reference, options)
+    for graph in (unfused.body, fused.body) if not unfused.axis else ():  # stages gather once a step anyway
+        keep_gathered(graph, options)
     if staged.body is not body:  # which no rank runs
         body.diagnostics += [note for graph in fused.graphs() for note in graph.diagnostics]
         return CompiledGraphs(reference, body, fused.mesh, fused, decompose=choice)
@@ -145,6 +148,17 @@ def accumulated(
         [Accumulate(count, always=always), JoinLoads(), *([updates] if updates is not None else [])],
         options,
     )
+
+
+def keep_gathered(graph: Graph, options: Options) -> None:
+    """Let the first microbatch of a step gather weights for all, where ranks have whole weights by ZeRO-1 and 2.
+
+    Then they hold them until the last microbatch ends, those too that only forward reads. A plan that stores single
+    weights in shards asks for less, and an evaluation lets go of each weight once it is read.
+    """
+    store = options.store
+    graph.gathers_once = store.zero in (1, 2) and not store.bound and not graph.is_forward_only
+    graph.gathers_once = graph.gathers_once and bool(in_first_microbatch(graph))
 
 
 def distribute(

@@ -5,8 +5,10 @@
     host copy    its bytes at the rate of the host, on a stream of its direction; where it is waited for, 0
     collective   its bytes (`ir.collectives`) on the stream of its process group, and what is copied before and after
     scan         its steps, one after another
-    view         0: no kernel
+    view         0: no kernel; on a CPU what calling takes, but for views of parameters and state, which are kept
     others       the bytes that the kernel reads and writes: elementwise, reduction, copy, fused
+
+On a CPU a kernel takes less than its table says after calls that have left the caches as they were (`Calls`).
 
 Ranks of one program take the same time, but for attention, of which
 the rank that has most counts; routing of experts is taken to be balanced.
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import fx
@@ -29,6 +31,7 @@ from shardc.cost.aten_kernels import COPIES, LAUNCHES, READS, REDUCTIONS, ROW_HE
 from shardc.cost.cache import Cache
 from shardc.cost.decomposed import decomposed_cost
 from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, node_flops
+from shardc.ir.arena import views
 from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.collectives import Collective, collective
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
@@ -38,6 +41,7 @@ from shardc.ir.in_flight import copied_bytes
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.host_copies import ENDS, HOST_COPIES, OFFLOADS
+from shardc.ir.ops.local import axis_offset
 from shardc.ir.ops.scaled import turned
 from shardc.ir.overlap_schedule import sums_gradients
 from shardc.ir.schema import given
@@ -93,14 +97,33 @@ class _Costs:
         self.elements = dict(self.hardware.tables.elements)
         self.cached = 0  # bytes of the call at hand that the cache has
         self._twice = {frozenset(axes) for axes in axes_used_twice(graph)}
+        self.calls = self.hardware.tables.calls
+        self.held = held_views(graph) if self.calls.first else set[fx.Node]()
+        # What the last kernel before the call at hand moved, and whether no other call came between.
+        self.moved, self.first = math.inf, True
 
     def all(self) -> dict[fx.Node, CallCost]:
         costs: dict[fx.Node, CallCost] = {}
         for node in self.graph.calls():
             if self.cache is not None:
                 self.cached = self._use(node, self.cache)
-            costs[node] = self.of(node)
+            costs[node] = self._called(node, self.of(node)) if self.calls.first else self.of(node)
         return costs
+
+    def _called(self, node: fx.Node, cost: CallCost) -> CallCost:
+        """A call's cost with what calling takes on a CPU, by what the calls before it have left in the caches."""
+        if node in self.held:
+            return cost
+        calling = self.calls.seconds(self.moved, first=self.first)
+        if cost.kind == "view":
+            self.first = False
+            return replace(cost, seconds=calling)
+        saved = self.calls.saved(self.moved, first=self.first)
+        self.moved = sum(self._bytes(v) for v in dict.fromkeys((*operands(node), *(v for v, _ in yields(node)))))
+        self.first = True
+        if cost.stream != COMPUTE:
+            return cost
+        return replace(cost, seconds=max(cost.seconds - saved, min(cost.seconds, calling)))
 
     def _use(self, node: fx.Node, cache: Cache) -> int:
         """The bytes of a call's operands that the cache has. It has them and the results afterwards; those have to be
@@ -141,9 +164,12 @@ class _Costs:
         kind: Kind = "copy" if packet in COPIES else "reduction" if packet in REDUCTIONS else "elementwise"
         size += self._read(node, name, packet, made)
         share = WIDENING if self._widens(node, packet) else SHARES.get(packet, 1.0)
-        seconds = self._moving(size) / share
+        moving = self._moving(size)
+        fixed = min(moving, self.hardware.memory_seconds(0)) if self.calls.first else 0.0  # what calling takes
+        seconds = fixed + (moving - fixed) / share
         if each := self.elements.get(_variant(node, packet), self.elements.get(packet)):
-            seconds = max(seconds, each * max(self._elements(v) for v, _ in yields(node)))
+            computing = each * max(self._elements(v) for v, _ in yields(node))
+            seconds = max(seconds, self.calls.seconds(math.inf) + computing)
         return CallCost(kind, seconds, LAUNCHES.get(packet, 1))
 
     def _fused(self, kernel: Kernel, *, looped: bool) -> CallCost:
@@ -278,6 +304,21 @@ class _Costs:
             moved,
             max(issuing, self.hardware.kernel_launch_seconds),
         )
+
+
+def held_views(graph: Graph) -> set[fx.Node]:
+    """The calls that view parameters, state, and buffers that stay, which executors keep from step to step; and offsets
+    of ranks, which they make once."""
+    replaced = {port.name for port in graph.outputs if port.role == "buffer"}
+    roles = zip(graph.inputs, graph.placeholders, strict=True)
+    held = {n for p, n in roles if p.role in ("param", "state") or (p.role == "buffer" and p.name not in replaced)}
+    calls = set(graph.calls_of(axis_offset))
+    for node in graph.calls():
+        read = operands(node)
+        if read and views(node) and held.issuperset(read):
+            calls.add(node)
+            held |= {value for value, _ in yields(node)}
+    return calls
 
 
 def _variant(node: fx.Node, packet: str) -> str:

@@ -76,11 +76,13 @@ class Timed:
 
 @dataclass(frozen=True)
 class Steps:
-    """A graph's actions in order: those `before` several microbatches, `repeated` ones of each, those `once` a step."""
+    """A graph's actions in order: those `before` several microbatches, `repeated` ones of each, those `once` a step.
+    `later` are those of a microbatch that is not the first."""
 
     calls: Sequence[fx.Node]
     before: Sequence[Action]
     repeated: Sequence[Action]
+    later: Sequence[Action]
     once: Sequence[Action]
     added: Mapping[fx.Node, float]  # call -> bytes of one of the terms of sums that it makes, the mean of them
 
@@ -97,7 +99,8 @@ def steps_of(graph: Graph) -> Steps:
     many = graph.microbatches > 1
     first, last = (listed.repeated.start, listed.repeated.stop) if many else (0, 0)
     before, repeated = ([a for a in actions if a.at in section] for section in (range(first), range(first, last)))
-    return Steps(nodes, before, repeated, [a for a in actions if a.at >= last], added)
+    later = [a for a in repeated if a.at not in listed.first] if listed.first else repeated
+    return Steps(nodes, before, repeated, later, [a for a in actions if a.at >= last], added)
 
 
 def run(
@@ -106,14 +109,15 @@ def run(
     hardware: Hardware,
     products: float = 1.0,
     steps: Steps | None = None,
+    pace: float = 1.0,
 ) -> Timed:
     """One run of a localized graph by one rank, all its microbatches, from an empty queue. Products take `products`
-    times as long as their costs say. `steps` are the graph's, if they are known."""
-    streams = _Streams(costs, hardware, products)
+    times as long as their costs say, and all kernels `pace` times. `steps` are the graph's, if they are known."""
+    streams = _Streams(costs, hardware, products, pace)
     steps = steps_of(graph) if steps is None else steps
     streams.do(steps, steps.before, -1)
     for microbatch in range(graph.microbatches if steps.repeated else 0):
-        streams.do(steps, steps.repeated, microbatch)
+        streams.do(steps, steps.later if microbatch else steps.repeated, microbatch)
     streams.do(steps, steps.once, -1)
     return streams.ended()
 
@@ -154,8 +158,8 @@ class _Copied(NamedTuple):
 
 
 class _Streams:
-    def __init__(self, costs: Mapping[fx.Node, CallCost], hardware: Hardware, products: float) -> None:
-        self.costs, self.hardware, self.products = costs, hardware, products
+    def __init__(self, costs: Mapping[fx.Node, CallCost], hardware: Hardware, products: float, pace: float) -> None:
+        self.costs, self.hardware, self.products, self.pace = costs, hardware, products, pace
         self.launch = hardware.kernel_launch_seconds
         # Tables are measured with one launch after another: what passes between two kernels is in them.
         self.gap = 0.0 if hardware.tables.memory is not None else hardware.kernel_gap_seconds
@@ -240,8 +244,8 @@ class _Streams:
         suffix: str = "",
         beside: float = 1.0,
     ) -> None:
-        timed = self.timed
-        if not launches:
+        timed, seconds = self.timed, seconds * self.pace
+        if not launches and not seconds:
             timed.host += self.hardware.call_seconds
             return
         for begun, left in list(self.switches.items()):
@@ -255,7 +259,7 @@ class _Streams:
                 self.switches[begun] = left - seconds
         gap = self.gap if timed.launches else 0.0
         free, issued = self.free[COMPUTE] + gap, self._issue(launches)
-        start, gaps = max(free, issued), self.gap * (launches - 1)
+        start, gaps = max(free, issued), self.gap * max(0, launches - 1)
         seconds = self._slowed(beside if kind == "product" else self.factors[kind], start, seconds)
         self.busy += seconds
         end = max(start + seconds + gaps, timed.host)  # the last of its kernels runs when it has been issued

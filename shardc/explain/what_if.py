@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import fx
 
-from shardc.compiler.driver import distribute
+from shardc.compiler.driver import distribute, keep_gathered
 from shardc.compiler.pass_pipeline import Options
 from shardc.cost.flops import PRODUCTS, node_flops
 from shardc.ir.collectives import Collective, collectives, human_bytes
@@ -81,7 +81,9 @@ class Change:
 @gc_paused()
 def compiled(reference: Graph, bound: Sequence[Bound], options: Options, look: Callable[[Graph], Found]) -> Found:
     """Compile once more, and look at the graph as `combine` leaves it: collectives lowered, shapes still global."""
-    return look(distribute(reference, bound, replace(options, verify=False), Combine))
+    graph = distribute(reference, bound, replace(options, verify=False), Combine)
+    keep_gathered(graph, options)
+    return look(graph)
 
 
 def measure(graph: Graph) -> Cost:

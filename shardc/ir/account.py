@@ -80,7 +80,9 @@ def account_of(graph: Graph, *, overlap: bool, storage_of: dict[fx.Node, Storage
         )
     listed = slotted_calls(graph)
     calls = [call.node for call in listed.calls]
-    actions, added = with_additions(graph, listed, schedule_of(listed))
+    # Of several microbatches the last counts, which finds what the first has gathered.
+    actions = [action for action in schedule_of(listed) if action.at not in listed.first]
+    actions, added = with_additions(graph, listed, actions)
     times = times_of(actions, len(calls))
     input_storages, call_lives = lives(graph, calls, microbatch_nodes, of, times)
     call_lives += buffers_of(graph, times, calls, call_lives)

@@ -27,7 +27,7 @@ from kernels_triton.base.buckets import starts
 from kernels_triton.base.inplace import INTO, Into
 from shardc.ir.graph import Graph, op_name, operands, producer, type_of
 from shardc.ir.in_place import POINTWISE, out_variant
-from shardc.ir.microbatch import before_microbatches
+from shardc.ir.microbatch import before_microbatches, in_first_microbatch
 from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, SUMS, write_wgrad
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, unpack
 from shardc.ir.ops.collectives import all_reduce
@@ -74,7 +74,7 @@ def layout_of(body: Graph, pack: fx.Node) -> Layout | None:
 def pieces(body: Graph) -> dict[fx.Node, Piece]:
     """The members that are allocated in their buckets."""
     piece_of: dict[fx.Node, Piece] = {}
-    early = before_microbatches(body)
+    early, once = before_microbatches(body), in_first_microbatch(body)
     for pack in body.calls_of(PACK):
         if (layout := layout_of(body, pack)) is None:
             continue
@@ -82,7 +82,8 @@ def pieces(body: Graph) -> dict[fx.Node, Piece]:
         counts = Counter(members)
         for index, (value, lead) in enumerate(zip(members, given(pack)["leads"], strict=True)):
             call = producer(value)[0]
-            if (call in early) != (pack in early):  # each microbatch has a flat tensor of its own
+            # Each microbatch has a flat tensor of its own.
+            if (call in early, call in once) != (pack in early, pack in once):
                 continue
             if lead == 1 and value.op != "placeholder" and len(value.users) == 1 and counts[value] == 1:
                 if call.target in INTO:

@@ -4,7 +4,7 @@
 
 Calls of single microbatches come after what is made for all of them, and before those of the whole step. A `getitem`
 is part of the call whose result it picks. A slot is freed after the last call that reads it or fills it; of what all
-microbatches read, after the first call behind them.
+microbatches read, after the first call behind them. Some calls among those of a microbatch run in the first one alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import cast
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands
-from shardc.ir.microbatch import before_microbatches, calls_as_run, in_microbatch
+from shardc.ir.microbatch import before_microbatches, calls_as_run, in_first_microbatch, in_microbatch
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,13 @@ class CallSlots:
 
 @dataclass(frozen=True)
 class SlottedCalls:
-    """The calls of a graph, the slot of each value, and which of the calls run once a microbatch."""
+    """The calls of a graph, the slot of each value, and which of the calls run once a microbatch: all in `repeated`,
+    but those of `first` only in the first of them."""
 
     calls: tuple[CallSlots, ...]
     slots: dict[fx.Node, int]
     repeated: range
+    first: frozenset[int] = frozenset()  # indices of calls
 
     @property
     def sections(self) -> tuple[range, range, range]:
@@ -49,9 +51,11 @@ def slotted_calls(graph: Graph) -> SlottedCalls:
     placeholders = graph.placeholders
     for node in placeholders:
         slots[node] = len(slots)
-    microbatch_nodes, early = in_microbatch(graph), before_microbatches(graph)
+    once = in_first_microbatch(graph)
+    microbatch_nodes, early = in_microbatch(graph) | once, before_microbatches(graph)
     nodes = calls_as_run(graph)
     repeated = range(len(early), len(early) + sum(1 for node in nodes if node in microbatch_nodes))
+    first = frozenset(index for index in repeated if nodes[index] in once) if once else frozenset[int]()
     yields = [_yields(node) for node in nodes]
     for results in yields:
         for value, _ in results:
@@ -62,10 +66,10 @@ def slotted_calls(graph: Graph) -> SlottedCalls:
     for index, node in enumerate(nodes):
         for slot in [*(slots[v] for v in operands(node)), *(slots[v] for v, _ in yields[index])]:
             last_use[slot] = max(last_use.get(slot, 0), index)
-    made_early = {slots[value] for results in yields[: repeated.start] for value, _ in results}
-    for slot in made_early:
-        if last_use[slot] >= repeated.start:
-            last_use[slot] = max(last_use[slot], repeated.stop)
+    for index in (*range(repeated.start), *sorted(first)):  # what later microbatches read, too, is kept for them
+        for value, _ in yields[index]:
+            if last_use[slots[value]] >= repeated.start and not (value.users and once.issuperset(value.users)):
+                last_use[slots[value]] = max(last_use[slots[value]], repeated.stop)
     freed_after: dict[int, list[int]] = {}
     for slot, index in last_use.items():
         freed_after.setdefault(index, []).append(slot)
@@ -78,7 +82,7 @@ def slotted_calls(graph: Graph) -> SlottedCalls:
         )
         for index, (node, results) in enumerate(zip(nodes, yields, strict=True))
     )
-    return SlottedCalls(calls, slots, repeated)
+    return SlottedCalls(calls, slots, repeated, first)
 
 
 def _yields(node: fx.Node) -> list[tuple[fx.Node, int | None]]:

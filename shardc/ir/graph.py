@@ -118,6 +118,7 @@ class Graph:
         self.name = name
         self.microbatches = 1  # of a step: see ir.microbatch
         self.halves = 1  # of a microbatch, interleaved: see passes/communication/split_batch.py
+        self.gathers_once = False  # weights, by the first microbatch for all of them: see ir.microbatch
         self.tokens: Tokens | None = None  # what their losses are weighted by; None: the step's is their mean
         self.activations: dict[str, fx.Node] = {}  # module FQN -> the value it outputs
         self.gradients: dict[str, fx.Node] = {}  # parameter -> its gradient, where the optimizer consumes it
@@ -211,6 +212,7 @@ class Graph:
         self.priorities = {table[n]: p for n, p in other.priorities.items() if n in table}
         self.diagnostics = list(other.diagnostics)
         self.microbatches, self.halves, self.tokens = other.microbatches, other.halves, other.tokens
+        self.gathers_once = other.gathers_once
 
     # ------------------------------------------------------------------ editing
     def unique(self, name: str) -> str:

@@ -31,7 +31,7 @@ from shardc.ir.device_rates import AttentionRate, ProductRate, Table
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
 from shardc.ir.links import Group, Level, collective_seconds, extents_of, sent_share
 from shardc.ir.mesh import Mesh
-from shardc.ir.slowdowns import Contention, Elements, Meetings, Power
+from shardc.ir.slowdowns import Calls, Contention, Elements, Meetings, Power
 
 Number = int | float
 
@@ -81,7 +81,7 @@ class CacheRate(Table):
 class Tables(Table):
     """What refines the quantities. Of two entries of `products` or `attention` for a dtype the first counts; `memory`
     has the seconds of an elementwise kernel by the bytes that it reads and writes, `elements` those of an element of an
-    op that computes for longer than it moves; `links` begin inside the node."""
+    op that computes for longer than it moves, beside `calls` of a CPU; `links` begin inside the node."""
 
     products: tuple[ProductRate, ...] = ()
     attention: tuple[AttentionRate, ...] = ()
@@ -92,6 +92,7 @@ class Tables(Table):
     power: Power = Power()
     meetings: Meetings = Meetings()
     elements: Elements = ()
+    calls: Calls = Calls()
 
     def without(self, quantity: str) -> Tables:
         """The tables that still hold where a quantity has another value: those that it refines do not."""
@@ -103,7 +104,7 @@ class Tables(Table):
             limit = {"power": Power()} if quantity == "bf16_flops_per_second" else {}
             return self.model_copy(update=rates | limit)
         if quantity == "memory_bytes_per_second":
-            return self.model_copy(update={"memory": None, "cache": None})
+            return self.model_copy(update={"memory": None, "cache": None, "calls": Calls()})
         levels = {
             "link_bytes_per_second": slice(0, 1),
             "network_bytes_per_second": slice(1, None),

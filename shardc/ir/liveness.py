@@ -15,7 +15,7 @@ from shardc.ir.buckets import pieces
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, Phase, Port, Role, info, op_name
 from shardc.ir.in_place import writes
-from shardc.ir.microbatch import GIVEN, MADE, before_microbatches
+from shardc.ir.microbatch import GIVEN, MADE, before_microbatches, in_first_microbatch
 from shardc.ir.ops.accumulate import SUMS
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.local import axis_offset
@@ -50,16 +50,20 @@ def lives(
     """The storages of inputs; and those that calls make, in order of birth.
 
     Of several microbatches it is the last: what all are fed is there, the sums so far, the outputs of those before, and
-    the buffers that it starts from; what is made before them is made before these. With `times`, lives are counted in
-    actions of a rank, which begins collectives early and makes offsets once and for all; else in calls.
+    the buffers that it starts from; what is made before them is made before these, and what the first microbatch
+    gathers for all is there. With `times`, lives are counted in actions of a rank, which begins collectives early and
+    makes offsets once and for all; else in calls.
     """
     end = len(calls) if times is None else times.end
     over = {write.value: write for write in writes(body, of)}
     bucket_pieces = pieces(body)  # in the flat tensor of a bucket
     several = body.microbatches > 1
     early, begin = before_microbatches(body), 0  # of the last microbatch
+    first = in_first_microbatch(body)
+    found = {of[v] for call in first for v, _ in yields(call) if not first.issuperset(v.users)}  # by later ones
     if early:
-        begin = len(early) if times is None else times.begun[len(early)]
+        begin = next(i for i in range(len(early), len(calls)) if times is None or calls[i] not in first)
+        begin = begin if times is None else times.begun[begin]
     input_storages: list[tuple[Port, Storage]] = []
     for port, node in zip(body.inputs, body.placeholders, strict=True):
         copies = body.microbatches if port.role in GIVEN else 1
@@ -71,7 +75,7 @@ def lives(
     for index, call in enumerate(calls):
         phase, sources = info(call).phase, call.all_input_nodes
         of_weights = bool(sources) and weights.issuperset(sources)
-        read = index if times is None else times.read[index]
+        read = times.read[index] if times is not None else begin - 1 if call in first else index
         for source in sources:
             life = life_of.get(of[source])
             if life is not None:
@@ -91,12 +95,16 @@ def lives(
                 moved = moved or in_bucket
                 now = index if times is None else times.arrived[index]
                 forever = times is not None and target is axis_offset
-                born = 0 if forever else begin if several and target in SUMS else now
+                if call in first and storage not in found:
+                    continue  # of the first microbatch alone
+                there = several and (target in SUMS or storage in found)
+                born = 0 if forever else begin if there else now
                 life_of[storage] = Life(storage, born, end if forever else now, phase, phase, of_weights, moved)
     if early:
-        behind = next((i for i, call in enumerate(calls) if call not in early and call not in microbatch_nodes), None)
+        kept = early | first
+        behind = next((i for i, call in enumerate(calls) if call not in kept and call not in microbatch_nodes), None)
         until = end if behind is None else behind if times is None else times.begun[behind]
-        for call in early:
+        for call in kept:
             for value, _ in yields(call):
                 life = life_of.get(of[value])
                 if life is not None and any(user in microbatch_nodes for user in value.users):

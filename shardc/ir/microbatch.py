@@ -7,11 +7,15 @@ A call runs in every microbatch if an `accumulate` hangs on it, or one of the ou
 own: the model's outputs, and its buffers, which the next microbatch starts from. Of these, what makes fewer bytes of
 weights alone, as a cast to half precision does, runs once, before the first microbatch, and all microbatches read it;
 so does the bucket that such casts are packed into. All else runs once, at the end.
+
+Where weights stay gathered from forward to backward (`Graph.gathers_once`), the first microbatch gathers what was made
+of them for all: among its own calls, behind which the collectives hide, and later ones find the results.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from torch import fx
@@ -19,8 +23,8 @@ from torch import fx
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Role, info, operands, producer, results
 from shardc.ir.ops.accumulate import SUMS
-from shardc.ir.ops.buckets import PACK
-from shardc.ir.ops.collectives import COLLECTIVES
+from shardc.ir.ops.buckets import PACK, UNPACK
+from shardc.ir.ops.collectives import COLLECTIVES, all_gather
 
 SHARE = "loss:share"  # the input that a microbatch's loss is multiplied by, where the step's counts by tokens
 HALVES = 2  # parts that run interleaved, where a microbatch is split: `Graph.halves`
@@ -49,6 +53,14 @@ def checked_halves(halves: object) -> int:
     raise error("SC402", f"a microbatch runs whole or in {HALVES} halves, not in {str(halves)[:40]}", hint=hint)
 
 
+def checked_once(once: object) -> bool:
+    """Whether the first microbatch gathers weights for all, as a file says. Raises ShardcError (SC402) for neither."""
+    if isinstance(once, bool):
+        return once
+    hint = "compile the program anew, and save it"
+    raise error("SC402", f"weights are gathered once a step or not: true or false, not {str(once)[:40]}", hint=hint)
+
+
 def fewest_microbatches(rows: int, most: int) -> int:
     """As few as divide so many rows, and have no more than `most` of them each."""
     return next(count for count in range(1, rows + 1) if rows % count == 0 and rows // count <= most)
@@ -57,7 +69,44 @@ def fewest_microbatches(rows: int, most: int) -> int:
 def in_microbatch(graph: Graph) -> set[fx.Node]:
     """The nodes that run once a microbatch, inputs included; of a graph of one microbatch, all."""
     needed = _for_microbatches(graph)
-    return needed if graph.microbatches == 1 else needed - narrowed_weights(graph, needed)
+    if graph.microbatches == 1:
+        return needed
+    early = narrowed_weights(graph, needed)
+    return needed - early - _gathered_once(graph, needed, early)
+
+
+def in_first_microbatch(graph: Graph) -> set[fx.Node]:
+    """The calls that run among those of a microbatch, but of several only in the first: gathers, and what unpacks their
+    buckets."""
+    if graph.microbatches == 1 or not graph.gathers_once:
+        return set()
+    needed = _for_microbatches(graph)
+    return _gathered_once(graph, needed, narrowed_weights(graph, needed))
+
+
+def _gathered_once(graph: Graph, needed: set[fx.Node], early: set[fx.Node]) -> set[fx.Node]:
+    """Those among the nodes of a microbatch, by what is made early. What backward gathers again is not kept."""
+    if not graph.gathers_once:
+        return set()
+    known = {value for call in early for value in results(call) if value is not None}
+    gathers = [call for call in graph.calls_of(all_gather) if call in needed]
+    times = Counter(cast for call in gathers for cast in _gathered(call))
+    again = {cast for cast, count in times.items() if count > 1}
+    returned = {producer(value)[0] for value in graph.output_values}
+    kept: set[fx.Node] = set()
+    for call in graph.calls():  # a gather along a second axis reads what one along the first has made
+        if call not in needed or call in returned or call.target not in (all_gather, UNPACK):
+            continue
+        if known.issuperset(operands(call)) and (call.target is UNPACK or again.isdisjoint(_gathered(call))):
+            kept.add(call)
+            known.update(value for value in results(call) if value is not None)
+    return kept
+
+
+def _gathered(gather: fx.Node) -> list[fx.Node]:
+    """The values that a call gathers, of a bucket its members."""
+    (operand,) = operands(gather)
+    return operands(operand) if operand.target is PACK else [operand]
 
 
 def before_microbatches(graph: Graph) -> set[fx.Node]:

@@ -67,7 +67,8 @@ class _Parser:
         self.expect("@")
         name = self.name("a name for the graph")
         mesh = self.mesh()
-        microbatches, halves, tokens = self.microbatches(), self.halves(), self.tokens()
+        microbatches, halves, gathers_once = self.microbatches(), self.halves(), self.gathers_once()
+        tokens = self.tokens()
         self.expect("{")
         while not self.take(r"return\b"):
             if label := self.take(LABEL):
@@ -88,6 +89,7 @@ class _Parser:
         self.name_calls()
         graph = Graph(self.fx, mesh, self.inputs, [port for port, _ in outputs], name)
         graph.microbatches, graph.halves, graph.tokens = microbatches, halves, tokens
+        graph.gathers_once = gathers_once
         derive_origins(graph)
         return graph
 
@@ -106,6 +108,13 @@ class _Parser:
         self.expect(str(HALVES))
         self.expect(")")
         return HALVES
+
+    def gathers_once(self) -> bool:
+        if not self.take(r"gathers\b"):
+            return False
+        for part in "(1)":
+            self.expect(part)
+        return True
 
     def tokens(self) -> Tokens | None:
         if not self.take(r"tokens\b"):

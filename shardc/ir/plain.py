@@ -27,7 +27,7 @@ from shardc.ir.derive_provenance import cause_of_text, derive_origins, parameter
 from shardc.ir.diagnostic import CODES, Diagnostic, Severity, ShardcError, error
 from shardc.ir.graph import Graph, Phase, Port, Role, Tokens, ValueInfo, info, op_name, set_info, update
 from shardc.ir.mesh import Mesh
-from shardc.ir.microbatch import checked_count, checked_halves
+from shardc.ir.microbatch import checked_count, checked_halves, checked_once
 from shardc.ir.provenance import Cause, Derivation, DerivationKind, Requirement, RequirementKind
 from shardc.ir.schema import WORDS, find_op, unfit, word_of
 from shardc.ir.types import DTYPE_NAMES, DTYPES, TensorType
@@ -48,6 +48,7 @@ def graph_to_plain(graph: Graph) -> Plain:
         "mesh": mesh_to_plain(graph.mesh),
         "microbatches": graph.microbatches,
         **({"halves": graph.halves} if graph.halves > 1 else {}),
+        **({"gathers_once": True} if graph.gathers_once else {}),
         "tokens": None if graph.tokens is None else asdict(graph.tokens),
         "inputs": [asdict(port) for port in graph.inputs],
         "outputs": [asdict(port) for port in graph.outputs],
@@ -74,6 +75,7 @@ GRAPH = (
         "mesh",
         "microbatches",
         "halves",
+        "gathers_once",
         "tokens",
         "inputs",
         "outputs",
@@ -120,6 +122,7 @@ def graph_from_plain(data: Plain) -> Graph:
         derive_origins(graph)
     graph.microbatches = checked_count(data["microbatches"])
     graph.halves = checked_halves(data.get("halves", 1))
+    graph.gathers_once = checked_once(data.get("gathers_once", False))
     graph.tokens = _tokens(data["tokens"]) if data.get("tokens") else None  # absent from files of before there was one
     graph.gradients = {text_of(name): values[value] for name, value in map(texts_of, listed(data.get("gradients", [])))}
     graph.stored = {values[name]: _stored(axes, graph) for name, axes in map(listed, listed(data.get("stored", [])))}

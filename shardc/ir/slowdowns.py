@@ -1,9 +1,11 @@
-"""What slows a step beside the rates of its calls: collectives, power, ranks that wait for each other, slow functions.
+"""What slows a step beside the rates of its calls: collectives, power, ranks that wait for each other, slow functions,
+caches that a call before has filled.
 
 Contention(product=1.2)          on a GPU: products take 1.2 times as long while a collective runs
 Contention(units=32)             a collective's kernel has 32 of the GPU's units, and products the rest
 Contention(cores=0.8)            gloo: threads of a collective of 10 ms take the compute's cores for 8 ms
 Meetings(jitter_seconds=1e-4)    ranks that meet after 25 ms of compute wait 1.6 ms for the slower one
+Calls(first=...)                 a CPU: a view takes 2 us after another view, and 40 us after a product of 4 MB
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field
 
+from shardc.ir.curve import Points, seconds_at
 from shardc.ir.device_rates import Delay, Table
 
 
@@ -35,6 +38,9 @@ class Contention(Table):
     `cores` is for collectives that the cores of the compute carry out, as gloo's threads do on a CPU: the share of a
     collective's seconds in which compute stands still, even where nobody waits for it. The rest can be hidden. Beside
     work, such a collective takes `switch_seconds` of it besides: its threads are woken, and interrupt others.
+
+    `neighbours`: kernels take so many times as long while the other ranks of a host compute, too, as while these wait,
+    for they share memory, caches and a limit of power. Tables are of ranks that all compute.
     """
 
     product: Slowdown = 1.0
@@ -44,6 +50,12 @@ class Contention(Table):
     units: Annotated[int, Field(ge=0, le=2**16)] = 0
     cores: Annotated[float, Field(ge=0, le=1)] = 0.0
     switch_seconds: Delay = 0.0
+    neighbours: Slowdown = 1.0
+
+    def pace(self, idle: float) -> float:
+        """How many times as long as by the tables kernels take of a rank whose neighbours wait for such a share of its
+        time."""
+        return 1 - (1 - 1 / self.neighbours) * min(1.0, max(0.0, idle))
 
 
 class Power(Table):
@@ -85,3 +97,25 @@ class Meetings(Table):
         steady = self.steady_seconds
         spread = computed + steady * math.expm1(-computed / steady) if steady else computed
         return math.sqrt(self.jitter_seconds * max(0.0, spread))
+
+
+class Calls(Table):
+    """What a call takes on a CPU beside its work, by the bytes that the last kernel before it moved.
+
+    A kernel that moves more than the caches hold leaves nothing there of the interpreter, the dispatcher and the code
+    of other kernels: the next call reads them from memory. `first` are seconds of a call right after it, `later` those
+    of one after it and another call that moved nothing, which finds all but its own code. The other tables of such a
+    device are measured right after kernels of as many bytes as the last point of `first` has.
+    """
+
+    first: Points | None = None
+    later: Points | None = None
+
+    def seconds(self, moved: float, *, first: bool = True) -> float:
+        """Of a call that moves nothing, `first` after a kernel of so many bytes, or with another such call between."""
+        points = self.first if first or self.later is None else self.later
+        return seconds_at(points, min(moved, points[-1][0])) if points else 0.0
+
+    def saved(self, moved: float, *, first: bool = True) -> float:
+        """What a kernel takes less than in the tables, which have it after one that filled all caches."""
+        return max(0.0, self.seconds(float("inf")) - self.seconds(moved, first=first))

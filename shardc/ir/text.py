@@ -11,12 +11,13 @@
     }
 
 A step of several microbatches says so in the head, `mesh(dp=2, tp=2) microbatches(4)`; if each is two interleaved
-halves, `halves(2)`; and if their losses count by tokens, `tokens("labels", ignore=-100, shift=1)`.
-A call of several results lists them all: `_` for one that nothing uses, with the type `_` if it is no tensor. A label
-(`fwd:`, `bwd:`, `opt:`) sets the phase of the lines below it. After a call come, where they are set, the assignment
-`{factor: axes}`, `passes axes` and `fallback {axis: factor}`; after the type `!const`. Defaults and devices are left
-out. Comments are for the reader: fqn, source and cause survive in JSON, not here. What does survive is the executable
-graph (ops, arguments, types, ports, phases, assignments), and the text itself.
+halves, `halves(2)`; if the first gathers weights for all of them, `gathers(1)`; and if their losses count by tokens,
+`tokens("labels", ignore=-100, shift=1)`. A call of several results lists them all: `_` for one that nothing uses, with
+the type `_` if it is no tensor. A label (`fwd:`, `bwd:`, `opt:`) sets the phase of the lines below it. After a call
+come, where they are set, the assignment `{factor: axes}`, `passes axes` and `fallback {axis: factor}`; after the type
+`!const`. Defaults and devices are left out. Comments are for the reader: fqn, source and cause survive in JSON, not
+here. What does survive is the executable graph (ops, arguments, types, ports, phases, assignments), and the text
+itself.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def sections(
     """The lines of head and inputs, of each phase, and of what is returned, each with the layer that it belongs to."""
     repeated = f" microbatches({graph.microbatches})" if graph.microbatches > 1 else ""
     repeated += f" halves({graph.halves})" if graph.halves > 1 else ""
+    repeated += " gathers(1)" if graph.gathers_once else ""
     by = graph.tokens
     counted = "" if by is None else f" tokens({json.dumps(by.input)}, ignore={by.ignore}, shift={by.shift})"
     lines = [Line(f"graph @{_bare(graph.name)} mesh({graph.mesh}){repeated}{counted} {{")]

@@ -49,7 +49,8 @@ class _Predictor:
         self.program, self.reference, self.name, self.replayed = program, reference, name, replayed
         self.mesh = whole_mesh(program)
         self.hardware = issued_before(hardware.on(self.mesh)) if replayed else hardware.on(self.mesh)
-        self.products = 1.0  # how many times as long as by the table products take
+        self.products = 1.0  # how many times as long as by the table products take,
+        self.pace = 1.0  # and all kernels
         self._costs: dict[Graph, dict[fx.Node, CallCost]] = {}
         self._timed: dict[Graph, Timed] = {}
         self._steps: dict[Graph, Steps] = {}
@@ -72,14 +73,22 @@ class _Predictor:
         if self.products != 1.0:
             self._timed.clear()
 
+    def _free_neighbours(self, seconds: float, timeline: Timeline | None) -> None:
+        """Run all graphs anew at the pace of ranks whose neighbours wait for as long as in such a step."""
+        contention, node = self.hardware.tables.contention, self.hardware.accelerators_per_node
+        if contention.neighbours == 1.0 or node == 1:
+            return
+        busy = 1 - _bubble(seconds, timeline)
+        self.pace = contention.pace(1 - busy * (min(self.mesh.world_size, node) - 1) / (node - 1))
+        if self.pace != 1.0:
+            self._timed.clear()
+
     def prediction(self) -> Prediction:
-        program, bubble = self.program, 0.0
-        seconds, c, _, _ = self._step()
+        program = self.program
+        seconds, c, timeline, _ = self._step()
         self._limit_power(seconds, c)
+        self._free_neighbours(seconds, timeline)
         seconds, c, timeline, costs = self._step()
-        if timeline is not None:
-            busy = sum(e.end - e.start for e in timeline.events if e.busy)
-            bubble = 1 - busy / (timeline.ranks * seconds) if seconds else 0.0
         runs = self._runs(c)
         count, unit = _tokens(self.reference)
         ranks, model = program.mesh.world_size, flops(self.reference).total
@@ -94,7 +103,7 @@ class _Predictor:
             seconds * 1e3,
             count,
             model / (ranks * peak * seconds) if seconds else 0.0,
-            bubble,
+            _bubble(seconds, timeline),
             memory(program).peak,
             self._exposed(c),
             dict(kinds),
@@ -125,7 +134,8 @@ class _Predictor:
         if graph not in self._timed:
             if graph not in self._steps:
                 self._steps[graph] = steps_of(graph)
-            self._timed[graph] = run(graph, self.costs_of(graph), self.hardware, self.products, self._steps[graph])
+            costs, steps = self.costs_of(graph), self._steps[graph]
+            self._timed[graph] = run(graph, costs, self.hardware, self.products, steps, self.pace)
         return self._timed[graph]
 
     def _graph_runs(self, c: int) -> Mapping[Graph, int]:
@@ -221,16 +231,23 @@ class _Predictor:
                     self.program.costs.stages[number].activation if self.program.costs.stages else 1.0,
                 )
             )
-        return InstructionCosts.given(Costs(tuple(stages), memory=self.program.costs.memory), cache(self.seconds))
+        costs = Costs(tuple(stages), memory=self.program.costs.memory)
+        return InstructionCosts.given(costs, cache(self.seconds), cache(self.taken))
 
     def seconds(self, c: int, i: Instruction) -> float:
         """How long an instruction of a coordinate's list takes."""
         if isinstance(i, Send):
-            group = self._group((c, i.peer))
-            late = self.hardware.tables.meetings.wait(self._computed_before(c, i))
-            return late + self.hardware.collective_seconds("send", i.bytes, group, graph=True)
+            return self.hardware.tables.meetings.wait(self._computed_before(c, i)) + self._moving(c, i)
         spent = sum(self.timed(graph).seconds for graph in graphs_of(self.program, c, i))
         return spent + sum(self._sum_seconds(size, group) for _, group, size in stage_sums(self.program, c, i))
+
+    def taken(self, c: int, send: Send) -> float:
+        """How long compute of both coordinates stands still for a transfer, where it takes their cores."""
+        contention = self.hardware.tables.contention
+        return contention.switch_seconds + contention.cores * self._moving(c, send)
+
+    def _moving(self, c: int, send: Send) -> float:
+        return self.hardware.collective_seconds("send", send.bytes, self._group((c, send.peer)), graph=True)
 
     def _computed_before(self, c: int, send: Send) -> float:
         """The seconds of what a coordinate's list computes last before it sends."""
@@ -257,6 +274,14 @@ class _Predictor:
         node = self.hardware.accelerators_per_node
         nodes = {self.program.rank_of(c, 0) // node for c in coordinates}
         return Group((len(coordinates),)) if len(nodes) == 1 else Group((len(coordinates) // len(nodes), len(nodes)))
+
+
+def _bubble(seconds: float, timeline: Timeline | None) -> float:
+    """The share of a pipeline's step in which its ranks do nothing; without one 0."""
+    if timeline is None or not seconds:
+        return 0.0
+    busy = sum(e.end - e.start for e in timeline.events if e.busy)
+    return 1 - busy / (timeline.ranks * seconds)
 
 
 def _without_microbatch(i: Instruction) -> Instruction:

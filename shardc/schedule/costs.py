@@ -105,15 +105,23 @@ class Costs:
 
 class InstructionCosts(Costs):
     """Costs that tell the seconds of each rank's instructions, such as a prediction's; the other fields are for
-    searches. `of` gives those of a rank's instruction. Collectives along other axes than the pipeline's take their
-    place among a rank's work, as in the executor; by plain costs they run beside it."""
+    searches. `of` gives those of a rank's instruction; `taken`, how long compute stands still for a Send, of its rank
+    and of its peer, while the transfer is under way. Collectives along other axes than the pipeline's take their place
+    among a rank's work, as in the executor; by plain costs they run beside it."""
 
     of: Callable[[int, Instruction], float]
+    taken: Callable[[int, Send], float]
 
     @classmethod
-    def given(cls, costs: Costs, of: Callable[[int, Instruction], float]) -> InstructionCosts:
+    def given(
+        cls,
+        costs: Costs,
+        of: Callable[[int, Instruction], float],
+        taken: Callable[[int, Send], float] = lambda _rank, _send: 0.0,
+    ) -> InstructionCosts:
         made = cls(**{field.name: getattr(costs, field.name) for field in fields(costs)})
         object.__setattr__(made, "of", of)
+        object.__setattr__(made, "taken", taken)
         return made
 
     def seconds(self, rank: int, i: Instruction) -> float:

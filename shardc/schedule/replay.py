@@ -3,13 +3,16 @@
 Replay differs from the machine of the proof: it predicts how long a good runtime takes, and not where the strictest
 one could deadlock. A send starts when its rank reaches it and its link (source, destination) is free. Work waits until
 its operands have arrived, not for the Recv instructions. Collectives run beside compute on a lane of their own; the
-optimizer waits for that lane.
+optimizer waits for that lane. Where transfers take the cores that compute, the work of both ranks that runs beside one
+takes longer.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import accumulate
+from typing import NamedTuple
 
 from shardc.ir.diagnostic import error
 from shardc.schedule.costs import Costs, InstructionCosts
@@ -50,6 +53,22 @@ def replay(lists: RankLists, costs: Costs | None = None) -> Timeline:
     return Timeline(len(lists.ranks), tuple(sorted(state.events, key=lambda e: (e.start, e.rank))), state.peak_bytes())
 
 
+STILL = 20  # times that the end of work is computed anew, by the end before
+
+
+class _Transfer(NamedTuple):
+    """From when to when, and how long the compute of both ranks stands still for it."""
+
+    start: float
+    end: float
+    taken: float
+
+    def beside(self, start: float, end: float) -> float:
+        """How long work from `start` to `end` stands still for it."""
+        shared = min(end, self.end) - max(start, self.start)
+        return self.taken * shared / (self.end - self.start) if shared > 0 else 0.0
+
+
 class _ReplayState:
     """The state of a replay. `step` executes a rank's next instruction, or returns False if the rank must wait."""
 
@@ -63,6 +82,10 @@ class _ReplayState:
         self.available_from: list[dict[ValueKey, float]] = [{} for _ in ranks]  # by rank and value: its arrival
         self.sending_until: list[dict[ValueKey, float]] = [{} for _ in ranks]  # by rank and value: when its sends end
         self.link_end: dict[tuple[int, int], float] = defaultdict(float)
+        # By rank: what it sends, and what it has been sent, where that takes compute; and when it worked.
+        self.sent: list[list[_Transfer]] = [[] for _ in ranks]
+        self.received: list[dict[ValueKey, _Transfer]] = [{} for _ in ranks]
+        self.worked: list[list[tuple[float, float]]] = [[] for _ in ranks]
         # By collective, its number, and rank: when the rank reached it.
         self.member_times: dict[tuple[PipelineCollective, int], dict[int, float]] = defaultdict(dict)
         # By rank and collective: the number of the last one reached.
@@ -80,9 +103,10 @@ class _ReplayState:
         available_from = self.available_from[rank]
         if any(value not in available_from for value in reads):
             return False
+        self._receive(rank, reads)
         start = max([self.work_end[rank], *(available_from[value] for value in reads)])
         if isinstance(i, COMPUTE):
-            self.work_end[rank] = end = start + self.costs.seconds(rank, i)
+            self.work_end[rank] = end = self._work(rank, start, self.costs.seconds(rank, i))
             self.events.append(TimelineEvent(rank, i, start, end))
             for value in makes:
                 available_from[value] = end
@@ -108,6 +132,39 @@ class _ReplayState:
         self.link_end[link] = self.available_from[i.peer][value] = end
         self.sending_until[rank][value] = max(end, self.sending_until[rank].get(value, 0.0))
         self.events.append(TimelineEvent(rank, i, start, end))
+        if isinstance(self.costs, InstructionCosts) and (taken := self.costs.taken(rank, i)) and end > start:
+            transfer = _Transfer(start, end, taken)
+            self.sent[rank].append(transfer)
+            self.received[i.peer][value] = transfer
+
+    def _work(self, rank: int, start: float, seconds: float) -> float:
+        """When work ends that would take so long alone: transfers of this rank's run beside it."""
+        under_way, end = self.sent[rank], start + seconds
+        if under_way:
+            for _ in range(STILL):  # what it takes longer, it is longer beside them
+                longer = start + seconds + sum(transfer.beside(start, end) for transfer in under_way)
+                end, longer = longer, longer - end
+                if longer <= 1e-9 * seconds:
+                    break
+            self.sent[rank] = [transfer for transfer in under_way if transfer.end > end]
+        if self.in_line:
+            self.worked[rank].append((start, end))
+        return end
+
+    def _receive(self, rank: int, reads: Iterable[ValueKey]) -> None:
+        """The work that ran while these were received took longer."""
+        received = self.received[rank]
+        for value in reads if received else ():
+            if (transfer := received.pop(value, None)) is None:
+                continue
+            worked, late = self.worked[rank], 0.0
+            first = next((i for i in range(len(worked) - 1, -1, -1) if worked[i][1] <= transfer.start), -1) + 1
+            for i in range(first, len(worked)):
+                idle = worked[i][0] - worked[i - 1][1] if i > first else 0.0  # which makes up for it
+                late = max(0.0, late - idle) + transfer.beside(*worked[i])
+            if late:
+                self.work_end[rank] += late
+                worked[-1] = worked[-1][0], worked[-1][1] + late
 
     def _reach(self, rank: int, i: PipelineCollective) -> None:
         """A collective begins when its last member has reached it. No rank waits for it at this point."""

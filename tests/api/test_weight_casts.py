@@ -1,4 +1,5 @@
-"""Casts of master weights run once a step, not once a microbatch: the same numbers, fewer bytes, memory as reported."""
+"""Casts of master weights, and gathers that ZeRO-1 and 2 keep, run once a step, not once a microbatch: the same
+numbers, fewer bytes, memory as reported."""
 
 from __future__ import annotations
 
@@ -7,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 import shardc
 from benchmarks.gpt import GPT
 from shardc.cost.memory import memory
 from shardc.ir import microbatch
+from shardc.ir.collectives import Collective
 from shardc.ir.graph import Graph, info, op_name, operands
-from shardc.ir.microbatch import before_microbatches, calls_as_run, crossing, in_microbatch
+from shardc.ir.microbatch import before_microbatches, calls_as_run, crossing, in_first_microbatch, in_microbatch
 from shardc.ir.ops.buckets import PACK
+from shardc.ir.parse import parse
+from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.partition import gather_hoisting
 from shardc.passes.fusion.analysis.traffic import bytes_by_call
 from shardc.runtime.execute.body_code import BodyCode
@@ -164,6 +168,106 @@ def test_a_rank_casts_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(early) == 28
         assert {runs[name] for name in early} == {1}
         assert {count for name, count in runs.items() if name not in early} == {4}  # those of gradients
+
+
+# ---------------------------------------------------------------------- gathers of ZeRO-1 and 2
+def gathers(program: shardc.Program) -> list[Collective]:
+    return [one for one in program.collectives() if one.kind == "all_gather"]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("more", [{}, {"bucket": False}, {"fuse": True}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize("layout", ["zero1", "zero2"])
+def test_kept_weights_are_gathered_once_a_step(layout: str, more: dict[str, Any]) -> None:
+    """To the bit what gathers of each microbatch give, over steps that change the weights; and hidden all the same."""
+    program, each = compiled(layout, **more), compiled(layout, **more)
+    each.body.gathers_once = False
+    once = gathers(program)
+    assert once
+    assert {one.times for one in once} == {1}
+    assert [(one.value, 4, one.payload_bytes) for one in once] == [
+        (one.value, one.times, one.payload_bytes) for one in gathers(each)
+    ]
+    assert_same(trained(program, 3), trained(each, 3))
+    sent, longer = program.predict("h200-nvlink"), each.predict("h200-nvlink")
+    for one, times in ((sent, 1), (longer, 4)):
+        assert sum(row.times for row in one.exposed_ms if row.kind == "all_gather") == times * len(once)
+    assert sent.step_ms < longer.step_ms
+    if not more.get("recompute"):
+        exposed, four = (
+            sum(row.exposed_ms for row in one.exposed_ms if row.kind == "all_gather") for one in (sent, longer)
+        )
+        assert exposed < four
+    assert crossing(program.body) == []
+    check(program.body)
+
+
+def test_only_the_first_microbatch_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted as a rank runs them: begun once and waited for once, however many microbatches find the results."""
+    program = compiled("zero1", bucket=False)
+    body = program.body
+    executor = BodyCode(body, rank_context(program.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
+    first, later = ([line[0] for line in code] for code in (executor._first_microbatch, executor._later_microbatches))  # pyright: ignore[reportPrivateUsage]
+    once = executor.listing.first
+    assert {executor.listing.instructions[i].node for i in once} == in_first_microbatch(body)
+    assert all(first.count(at) >= 2 for at in once), "begin and wait"
+    assert not once & {*later}
+    assert [at for at in first if at not in once] == later
+    assert len(once) == len(gathers(program))
+
+
+def test_what_backward_gathers_again_is_gathered_by_each_microbatch() -> None:
+    """ZeRO-3, and weights that a plan stores in shards: nothing is held for longer than before."""
+    assert {one.times for one in gathers(compiled("zero3"))} == {4}
+    storage = {"zero": 1, "axes": ["dp"], "params": {"wte.weight": "dp, -"}}
+    program = compiled("zero1", storage=storage)
+    assert {one.times for one in gathers(program)} == {4}
+    assert "gathers(1)" not in program.text()
+    again = compiled("zero1", bucket=False, recompute={"mode": "full", "collectives": True})
+    times = Counter(one.times for one in gathers(again))
+    assert times[4] > 2, "forward's and backward's of the layers that are recomputed"
+    check(again.body)
+
+
+def test_whole_weights_are_held_until_the_last_microbatch_ends() -> None:
+    """Those too that only forward reads, as an embedding that is not tied: as much more at the peak at the most."""
+
+    class Untied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(512, 32), nn.Linear(32, 32)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(ids)).square().mean()
+
+    torch.manual_seed(0)
+    model = Untied()
+    plan = {"inputs": {"ids": "dp, -"}, "storage": {"zero": 1, "axes": ["dp"]}, "precision": "bf16", "accumulate": 4}
+    optimizer = torch.optim.AdamW(model.parameters())
+    program = shardc.compile(model, torch.randint(512, (16, 8)), mesh="dp=2", plan=plan, optimizer=optimizer)
+    check(program.body)
+    once = memory(program.body, overlap=True).peak
+    program.body.gathers_once = False
+    check(program.body)
+    each = memory(program.body, overlap=True).peak
+    assert 0 <= once - each <= 2 * sum(p.numel() for p in model.parameters())
+    assert program.verify()
+
+
+def test_text_and_file_keep_that_weights_are_gathered_once() -> None:
+    program = compiled("zero1")
+    text = program.text()
+    assert "mesh(dp=2) microbatches(4) gathers(1) {" in text
+    assert parse(text).gathers_once
+    assert not parse(text.replace(" gathers(1)", "")).gathers_once
+    read = shardc.Program.from_json(program.to_json())
+    assert read.body.gathers_once
+    assert not read.reference.gathers_once
+    assert gathers(read) == gathers(program)
+    with pytest.raises(shardc.ShardcError):
+        parse(text.replace("gathers(1)", "gathers(2)"))
+    with pytest.raises(shardc.ShardcError, match="true or false"):
+        graph_from_plain({**graph_to_plain(program.body), "gathers_once": 2})
 
 
 @pytest.mark.sampled(3)

@@ -47,6 +47,7 @@ class Allocated(TorchDispatchMode):
         self.given: set[int] = set()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
+        self.most_first = 0  # in the first of several microbatches
         self.within = False
         self.on_host: set[int] = set()
         self.most_on_host = 0
@@ -132,16 +133,18 @@ def held_by_a_rank(body: Graph, *, placed: bool) -> tuple[dict[Key, int], int]:
     def note(key: Key, size: int) -> None:
         held[key] = max(held.get(key, 0), size)
 
-    def pass_over(key: Key, size: int) -> None: ...
+    def first_of_several(_: Key, size: int) -> None:
+        meter.most_first = max(meter.most_first, size)
 
     meter.given = {x.untyped_storage().data_ptr() for x in (*inputs.values(), *(x for f in feeds for x in f.values()))}
     with fake_job(0, body.mesh.world_size), meter:
         comm = ProcessGroupCommunicator(body.mesh, 0, axes_used(body), timedelta(seconds=9))
         arena = Arena({body: planned(body)}, CPU) if placed else None
         executor = BodyCode(body, rank_context(body.mesh, 0, comm), 0, CPU, arena)
-        first = note if body.microbatches == 1 else pass_over
+        first = note if body.microbatches == 1 else first_of_several
         executor._first_microbatch = metered(executor._first_microbatch, meter, first)
         executor._later_microbatches = metered(executor._later_microbatches, meter, note)
         executor._once_per_step = metered(executor._once_per_step, meter, note)
         executor.run(inputs, feeds)
+    assert meter.most_first <= max(held.values()), "the last of several microbatches holds most"
     return held, meter.most_on_host

@@ -76,11 +76,12 @@ def measured(body: Graph) -> list[int]:
                 carried = [(into, env[slot]) for slot, into in listing.buffer_slots]
                 for into, value in carried:
                     env[into] = value
-            args, kwargs = instruction.arguments(env)
-            steps = COLLECTIVES.get(instruction.target)
-            call = instruction.target if steps is None else partial(run_collective, steps)
-            result = call(*args, **kwargs)
-            for value, position, slot in instruction.yields:
+            if at - len(first) not in listing.first:  # else a later microbatch finds what the first has gathered
+                args, kwargs = instruction.arguments(env)
+                steps = COLLECTIVES.get(instruction.target)
+                call = instruction.target if steps is None else partial(run_collective, steps)
+                result = call(*args, **kwargs)
+            for value, position, slot in instruction.yields if at - len(first) not in listing.first else ():
                 env[slot] = result if position is None else result[position]
                 if value in over and over[value].op is not None:
                     env[slot] = inputs[places[over[value].over]]

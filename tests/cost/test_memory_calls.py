@@ -21,6 +21,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "zero-2 fuse": {**ZERO[2], "bucket": True, "fuse": True},
     "accumulate fuse": {"bucket": True, "fuse": True, "accumulate": 2},
     "accumulate zero-3": {**ZERO[3], "bucket": True, "accumulate": 2},
+    "accumulate bf16 zero-1": {**ZERO[1], "bucket": True, "accumulate": 4, "precision": "bf16"},
+    "accumulate bf16 zero-2 fuse": {**ZERO[2], "bucket": True, "fuse": True, "accumulate": 2, "precision": "bf16"},
 }
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sequence parallel": ("gpt2_sp", "dp=1, tp=2", {}),
@@ -33,6 +35,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "recompute selective": ("gpt2_sp", "dp=2, tp=2", {"recompute": "selective"}),
     "zero-3 fuse bucket": ("gpt2", "dp=2, tp=1", {**ZERO[3], "fuse": True, "bucket": 20_000, "clip_grad_norm": 0.1}),
     "llama fuse": ("llama_sp", "dp=2, tp=2", {"fuse": True, "bucket": False}),
+    "bf16 accumulate": ("gpt2", "dp=2, tp=2", {**ZERO[1], "precision": "bf16", "accumulate": 2, "bucket": False}),
     "t5": ("t5", "dp=2, tp=2", {"bucket": True}),
 }
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,24 @@ def test_transfers_between_stages_wait_for_the_slower_rank() -> None:
     late = [1e3 * (jitter * work) ** 0.5 for work in (forward, 2 * forward)]
     slow = program.predict(fast.changed({"meetings": {"jitter_seconds": jitter}}))
     assert slow.step_ms - program.predict(fast).step_ms == pytest.approx(sum(late), rel=2e-2)
+
+
+def test_kernels_are_faster_while_neighbours_wait() -> None:
+    """By the share of a step in which they do: of one rank all, of a pipeline its bubble, of equal ranks nothing."""
+    plans: dict[str, tuple[int, dict[str, Any]]] = {
+        "dp=2": (2, {"inputs": {"x": "dp, -"}}),
+        "dp=1": (1, {}),
+        "pp=2": (2, {"pipeline": {"microbatches": 1, "schedule": "gpipe", "split": ["layers.2"]}}),
+    }
+    host = dataclasses.replace(FLAT, link_bytes_per_second=1e18, accelerators_per_node=2)
+    shared = host.changed({"contention": {"neighbours": 1.25}})
+    for mesh, (ranks, plan) in plans.items():
+        program = shardc.compile(Trained(4), torch.randn(64, 256), mesh=mesh, plan=plan)
+        alone, beside = program.predict(shared), program.predict(host)
+        waiting = beside.bubble if "pp" in mesh else 2.0 - ranks
+        assert 0.4 < waiting <= 1 or mesh == "dp=2"
+        assert alone.step_ms == pytest.approx(beside.step_ms * (1 - 0.2 * waiting), rel=1e-3), mesh
+        assert alone.bubble == pytest.approx(beside.bubble, abs=1e-3)
 
 
 def test_every_coordinate_has_tracks_of_its_own_in_a_trace(tmp_path: Path) -> None:

@@ -274,6 +274,51 @@ def test_ranks_meet_later_the_longer_they_have_computed() -> None:
     assert found.seconds == pytest.approx(3 * PRODUCT + late + 3 * REDUCED, rel=1e-2)
 
 
+CALLS = {"first": {4096: 2e-6, 2**15: 40e-6}, "later": {4096: 2e-6, 2**15: 20e-6}}
+
+
+def test_calls_after_kernels_that_fill_the_caches() -> None:
+    """A kernel takes what its table says after one that fills them, less by what a call does after one that does not;
+    a view what a call does; and a view of a parameter nothing."""
+    builder = Builder(MESH)
+    x, w = builder.input("x", TYPE, "input"), builder.input("w", TYPE)
+    y = builder.call("y", TYPE, aten.neg.default, x)  # moves 32 KiB, as much as fills the caches
+    row = builder.call("row", f"f32[1, {SIZE * SIZE}]", aten.view.default, y, [1, SIZE * SIZE])
+    back = builder.call("back", TYPE, aten.view.default, row, [SIZE, SIZE])
+    z = builder.call("z", TYPE, aten.neg.default, back)
+    turned = builder.call("turned", TYPE, aten.t.default, w)
+    product = builder.call("product", TYPE, aten.mm.default, z, turned)
+    small = builder.call("small", "f32[64]", aten.sum.dim_IntList, product, [0])
+    for name in ("tiny", "again"):
+        small = builder.call(name, "f32[64]", aten.neg.default, small)
+    builder.output("output", "out", small)
+    products = [{"dtypes": ["float32"], "flops_per_second": 1e12}]
+    hardware = with_tables(memory={0: 50e-6, 2**16: 50e-6, 2**30: 1.0}, products=products, calls=CALLS)
+    found, costs = timed(builder.graph(), hardware)
+    seconds = {info(node).name: cost.seconds for node, cost in costs.items()}
+    after_small = 2e-6 + (40e-6 - 2e-6) * (2**14 + 256 - 4096) / (2**15 - 4096)
+    assert seconds == pytest.approx(
+        {
+            "y": 50e-6, "row": 40e-6, "back": 20e-6, "z": 30e-6, "turned": 0.0, "product": 50e-6,
+                "small": 50e-6,
+            "tiny": 50e-6 - (40e-6 - after_small), "again": 12e-6,
+        },
+        rel=1e-2,
+    )  # fmt: skip
+    assert found.seconds == pytest.approx(sum(seconds.values()), rel=1e-3)
+    assert found.launches == 6
+
+
+def test_no_kernel_takes_less_than_a_call() -> None:
+    """Where a table says next to nothing of a kernel, it says nothing of calls either."""
+    drawn = Drawn()
+    drawn.product()
+    drawn.product()
+    quick = {node: cost.seconds for node, cost in timed(drawn.graph(), with_tables(calls=CALLS))[1].items()}
+    assert list(quick.values()) == [pytest.approx(PRODUCT)] * 2
+    assert with_tables(calls=CALLS).changed({"memory_bytes_per_second": 1e9}).tables.calls.first is None
+
+
 def test_a_hidden_collective_is_no_meeting() -> None:
     """Compute never waits for it, so its ranks need not come at the same time."""
     found, _ = timed(beside_a_collective(100), with_tables(meetings={"jitter_seconds": PRODUCT}))

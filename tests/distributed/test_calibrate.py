@@ -42,7 +42,8 @@ def test_this_machine_is_measured(world: int, tmp_path: Path) -> None:
         "attention",
         "launch",
         "element",
-        *(("collective", "cores", "meeting") if world > 1 else ()),
+        "call",
+        *(("collective", "neighbours", "cores", "meeting") if world > 1 else ()),
     }
     measured = {(row["op"], row["group"]) for row in rows if row["kind"] == "collective"}
     assert measured == {(op, size) for op in OPS for size in group_sizes(world) if op != "p2p" or size == 2}

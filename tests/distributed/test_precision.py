@@ -1,4 +1,4 @@
-"""Real processes in float16: an overflow on one rank skips the step on all, and training is the simulation's."""
+"""Real processes in half precision: an overflow on one rank skips the step on all, and training is the simulation's."""
 
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ def compiled(scenario: str) -> tuple[shardc.Program, list[Any]]:
         precision, bad = {"linear": {"history": 2} if scenario == "fp8_history" else "fp8"}, {"x": 64 * batch["x"]}
     plan: dict[str, Any] = {"precision": precision, "storage": {"zero": 3 if eight else 1, "axes": ["dp"]}}
     plan |= {} if scenario == "overflow" else {"nonfinite": "skip" if eight else "raise"}
+    if scenario == "accumulate":
+        plan, bad = plan | {"accumulate": 4, "bucket": False}, {"x": 2 * batch["x"]}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     asked = Plan.load(PLAN).merge(Plan.of(mesh="dp=2, tp=1", **plan))
     program = shardc.compile(model, batch, plan=asked, loss=reconstruction, optimizer=optimizer)
@@ -71,6 +73,22 @@ def test_all_ranks_raise_alike(tmp_path: Path) -> None:
         assert rank is not None
         assert (rank["code"], rank["steps"], rank["finite"]) == ("SC509", 1, True)
         assert "step 1: the gradients of up.weight, up.bias, down.weight, down.bias are not finite" in rank["error"]
+
+
+def test_microbatches_find_what_the_first_has_gathered(tmp_path: Path) -> None:
+    """Weights of ZeRO-1, over steps that change them, where later microbatches begin no gather and wait for none."""
+    program, batches = compiled("accumulate")
+    gathers = [one for one in program.collectives() if one.kind == "all_gather"]
+    assert len(gathers) == 4
+    assert {one.times for one in gathers} == {1}
+    found = start("accumulate", 2, tmp_path, worker=WORKER)
+    want: Any = steps(program.launch(), batches)
+    for rank in found:
+        assert rank is not None
+        assert rank["finite"]
+        assert rank["loss"] == pytest.approx(want["loss"], rel=2e-3)
+        assert rank["state"] == pytest.approx(want["state"], rel=2e-3)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("scenario", ["fp8", "fp8_history"])

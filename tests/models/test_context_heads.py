@@ -171,7 +171,7 @@ def test_auto_takes_groups_of_heads_where_these_cost_least() -> None:
 
 
 # ---------------------------------------------------------------------- masks
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("shape", [(2, 1, 18, 18), (2, 8, 18, 18), (8, 1, 18), (18, 18), (2, 1, 1, 18)])
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])

@@ -95,7 +95,7 @@ def merged(program: Program) -> Program:
 
 
 # ---------------------------------------------------------------------- values
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("keys", [16, 17, 50, 5])  # 5 over 4: one rank has none
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4"])
 @pytest.mark.parametrize("kv", [4, 2, 1])

@@ -110,7 +110,7 @@ def test_every_cached_function_is_called() -> None:
     assert {"beit", "detr", "rt_detr", "sam3", "xcodec"} <= set(FILES)
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
 def test_a_compile_leaves_nothing_in_a_cached_function(function: Any) -> None:
     try:

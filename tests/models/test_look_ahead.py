@@ -95,7 +95,7 @@ def windows_of(program: Program) -> list[Any]:
     return [list(given(node).get("window", ())) for node in program.reference.calls() if node.target is SDPA]
 
 
-@pytest.mark.sampled(32)
+@pytest.mark.sampled(64)
 @pytest.mark.parametrize("mask", ["", "padding", "documents"])
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("strategy", STRATEGIES)

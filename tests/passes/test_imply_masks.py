@@ -213,7 +213,7 @@ def calls(program: shardc.Program) -> list[dict[str, Any]]:
     return [arguments(node) for node in program.reference.calls() if node.target in (SDPA, SDPA_BWD)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 def test_masks_of_positions_are_read(name: str, heads: tuple[int, int]) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -226,9 +227,10 @@ def test_what_ranks_of_a_cpu_do_to_each_other(tmp_path: Path) -> None:
     elements = [{"kind": "element", "op": op, "elements": 2**18, "us": us} for op, us in (("gelu", 900), ("neg", 190))]
     machine = {"kind": "machine", "device": "cpu", "world": 2, "units": 1}
     path = tmp_path / "mine.yaml"
-    path.write_text(hardware_text([machine, *cores, *meetings, *ceiling, *elements], []))
+    beside = [{"kind": "neighbours", "alone_us": 100.0, "beside_us": us} for us in (90.0, 130.0, 400.0)]
+    path.write_text(hardware_text([machine, *cores, *beside, *meetings, *ceiling, *elements], []))
     fitted = files.read_file(path).tables
-    assert fitted.contention == Contention(cores=0.7, switch_seconds=5e-4)
+    assert fitted.contention == Contention(cores=0.7, switch_seconds=5e-4, neighbours=1.3)
     assert fitted.meetings.jitter_seconds == pytest.approx(120e-6, rel=1e-3)
     assert dict(fitted.elements) == {"gelu": pytest.approx(900e-6 / 2**18, rel=1e-3)}, (
         "neg takes as long as memory does"
@@ -413,6 +415,7 @@ series = st.fixed_dictionaries(
             "memory_bytes_per_second": st.floats(1e6, 1e18).map(lambda v: float(f"{v:.4g}")),
             "kernel_gap_seconds": st.floats(1e-9, 1).map(lambda v: float(f"{v:.4g}")),
             "memory": knots,
+            "calls": st.fixed_dictionaries({"first": knots}, optional={"later": knots}),
             "links": st.lists(st.fixed_dictionaries({"name": st.just("node"), "series": st.lists(series, max_size=3)})),
             "contention": st.fixed_dictionaries({"memory": st.floats(1, 99).map(lambda v: float(f"{v:.4g}"))}),
             "attention": st.lists(
@@ -494,6 +497,36 @@ def test_samples_are_of_calls_and_the_slowest_rank_counts() -> None:
     row = times.row()
     assert row["us_min"] <= row["us"] <= row["us_max"]
     assert row["n"] == 99
+
+
+def test_what_runs_before_a_call_is_not_in_its_time() -> None:
+    order: list[str] = []
+
+    def before() -> None:
+        order.append("before")
+        time.sleep(5e-3)
+
+    times = timed(lambda: order.append("call"), 0.1, "cpu", before=before)
+    assert times.median < 1e-3
+    assert len(times.samples) < 20, "the budget is for both"
+    called = [n for n, what in enumerate(order) if what == "call"]
+    assert all(order[n - 1] == "before" for n in called[1:]), "but of the first, which is not timed"
+
+
+def test_what_calls_take_beside_their_work() -> None:
+    """After kernels of several sizes, medians of turns; an op's elements and the least kernel are beside it."""
+    calls = [
+        {"kind": "call", "moved": moved, "first_us": first * turn, "later_us": first * turn / 2}
+        for moved, first in ((4096, 2.0), (2**22, 40.0))
+        for turn in (1.0, 0.9, 7.0)
+    ]
+    ceiling = [{"kind": "ceiling", "how": "neg", "mib": 2**n, "ms": 0.04 + 2**n / 10} for n in range(4)]
+    elements = [{"kind": "element", "op": "gelu", "elements": 2**18, "us": 940}]
+    fitted = tables([*calls, *ceiling, *elements])
+    assert dict(fitted["calls"]["first"]) == pytest.approx({4096: 2e-6, 2**22: 40e-6})
+    assert dict(fitted["calls"]["later"]) == pytest.approx({4096: 1e-6, 2**22: 20e-6})
+    assert fitted["memory"][0] == (0, pytest.approx(40e-6)), "as much as a call takes, where it was 2.5 us at most"
+    assert fitted["elements"] == {"gelu": pytest.approx(900e-6 / 2**18)}
 
 
 def test_the_whole_range_comes_first() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from shardc import ShardcError
 from shardc.schedule.build import build
-from shardc.schedule.costs import Costs, StageCost
-from shardc.schedule.instructions import Forward, Recv, Send
+from shardc.schedule.costs import Costs, InstructionCosts, StageCost
+from shardc.schedule.instructions import COMPUTE, Forward, Recv, Send
 from shardc.schedule.pipeline import chain_pipeline
-from shardc.schedule.replay import replay
+from shardc.schedule.replay import _ReplayState, _Transfer, replay  # pyright: ignore[reportPrivateUsage]
 from shardc.schedule.timeline import Timeline, TimelineEvent
 
 
@@ -36,6 +36,59 @@ def test_transfers_hide_behind_work() -> None:
     lists = build(chain_pipeline(4), "bfs", 16, 2)
     free, slow = (replay(lists, replace(Costs.unit(4), latency=latency)).makespan for latency in (0.0, 0.25))
     assert 0 < slow - free <= 6 * 0.25
+
+
+def test_transfers_that_take_cores_make_the_work_beside_them_longer() -> None:
+    """Of both ranks, by the share of the transfer that runs beside work; nothing of a rank that waits."""
+    plain = Costs(2 * (StageCost(),), latency=0.5)
+    lists = build(chain_pipeline(2), "gpipe", 2, costs=plain)
+    costs = InstructionCosts.given(plain, plain.seconds, lambda rank, _: 0.25 if rank == 0 else 0.0)
+    first, last = (
+        [(e.start, e.end) for e in replay(lists, costs).events if e.rank == rank and isinstance(e.instruction, COMPUTE)]
+        for rank in (0, 1)
+    )
+    # Rank 0 sends from 1 to 1.5, beside its second forward, and from 2.25 to 2.75, beside nothing of its own.
+    assert first[:2] == [(0, 1), (1, 2.25)]
+    # Rank 1 waits for the first, and is at work until 2.5 while the second comes: half of 0.25. It is there at 2.75.
+    assert last[:2] == [(1.5, 2.5), (2.75, 3.75)]
+
+
+def test_work_beside_what_a_rank_receives_takes_longer() -> None:
+    """The last stage is slow: what is sent meanwhile takes of its work, which ends later by all of it."""
+    plain = Costs((StageCost(), StageCost(forward=4.0)), latency=0.5)
+    lists = build(chain_pipeline(2), "gpipe", 3, costs=plain)
+
+    def forwards(taken: float) -> list[tuple[float, float]]:
+        events = replay(lists, InstructionCosts.given(plain, plain.seconds, lambda *_: taken)).events
+        return [(e.start, e.end) for e in events if e.rank == 1 and isinstance(e.instruction, Forward)]
+
+    assert forwards(0.0) == [(1.5, 5.5), (5.5, 9.5), (9.5, 13.5)]
+    # The second comes beside the first forward, and so does the third.
+    assert forwards(0.25) == [(1.5, 5.5), (5.75, 9.75), (10.0, 14.0)]
+
+
+def test_work_that_is_shorter_than_a_transfer_stands_still_for_its_share() -> None:
+    """A transfer takes half of both ranks' time: work of 0.25 beside it takes 0.5, and so does the one after it."""
+    plain = Costs((StageCost(forward=0.25), StageCost()), latency=1.0)
+    lists = build(chain_pipeline(2), "gpipe", 3, costs=plain)
+    costs = InstructionCosts.given(plain, plain.seconds, lambda *_: 0.5)
+    events = replay(lists, costs).events
+    found = [(e.start, e.end) for e in events if e.rank == 0 and isinstance(e.instruction, Forward)]
+    # The link is busy with the first from 0.25 to 1.25, and then with the second.
+    assert found == [(0.0, 0.25), (0.25, pytest.approx(0.75)), (pytest.approx(0.75), pytest.approx(1.25))]
+
+
+def test_a_rank_that_waits_makes_up_for_what_a_transfer_took() -> None:
+    """Received beside the first work, and read after an idle time: nothing of it is left."""
+    transfer = _Transfer(1.0, 2.0, 0.5)
+    lists = build(chain_pipeline(2), "gpipe", 2)
+    state = _ReplayState(lists, InstructionCosts.given(Costs.unit(2), Costs.unit(2).seconds))
+    for spans, late in (([(0.0, 4.0)], 0.5), ([(0.0, 4.0), (4.2, 5.0)], 0.3), ([(0.0, 4.0), (10.0, 11.0)], 0.0)):
+        state.worked[1], state.work_end[1] = list(spans), spans[-1][1]
+        state.received[1]["x", 0] = transfer
+        state._receive(1, [("x", 0)])  # pyright: ignore[reportPrivateUsage]
+        assert state.work_end[1] == pytest.approx(spans[-1][1] + late)
+        assert not state.received[1]
 
 
 def test_collectives_and_the_optimizer() -> None:

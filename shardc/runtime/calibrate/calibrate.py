@@ -173,6 +173,7 @@ def hardware_text(rows: Sequence[Row], title: Sequence[str]) -> str:
         "contention": "measured: medians beside each other, by those alone",
         "meetings": "measured: what ranks that compute and meet take longer than both take alone",
         "elements": "measured: ops that take longer than moving their bytes does",
+        "calls": "measured: what a call takes beside its work, by the bytes that the kernel before it moved",
     }
     if machine["device"] == "cpu":
         sources["fp8_flops_per_second"] = "8-bit floats are widened to float32"

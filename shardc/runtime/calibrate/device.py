@@ -1,8 +1,8 @@
 """Rows of what one device takes: products, elementwise kernels, attention, launches.
 
-On a CPU calls are measured as a step makes them: results are allocated, operands come from memory and not from a cache
-that the call before has filled, and attention is what CPUs compute: ATen's kernel in float32, else the definition
-(`ir.ops.cpu_attention`).
+On a CPU calls are measured as a step makes them: results are allocated, operands come from memory, each follows a
+kernel that has filled the caches (`eviction`), and attention is what CPUs compute: ATen's kernel in float32, else the
+definition (`ir.ops.cpu_attention`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import cycle
 from typing import Any
 
@@ -27,7 +27,8 @@ Shape = tuple[int, int, int, int]  # batch, rows, columns, depth
 # Cubes; each of rows, columns and depth small in turn; batches as attention's; odd sizes.
 CPU_PRODUCTS: Sequence[Shape] = (
     (1, 32, 32, 32), (1, 64, 64, 64), (1, 128, 128, 128), (1, 256, 256, 256), (1, 512, 512, 512), (1, 768, 768, 768),
-    (1, 1024, 256, 256), (1, 256, 1024, 256), (1, 256, 256, 1024), (1, 8, 512, 512), (1, 512, 16, 512),
+    (1, 1024, 256, 256), (1, 256, 1024, 256), (1, 256, 256, 1024), (1, 2048, 512, 512), (1, 512, 2048, 512),
+    (1, 512, 512, 2048), (1, 8, 512, 512), (1, 512, 16, 512),
     (8, 64, 64, 32), (16, 128, 128, 32), (1, 257, 255, 129),
 )  # fmt: skip
 GPU_PRODUCTS: Sequence[Shape] = (
@@ -47,6 +48,7 @@ ELEMENTS = 2**18  # of an operand of `FUNCTIONS`
 FUNCTIONS = ("exp", "log", "tanh", "sigmoid", "erf", "rsqrt", "sin", "cos")
 MOST_OPERANDS, ALL_OPERANDS = 64, 2**27  # of a call on a CPU, and bytes of all of them: as many as a step holds
 FEW_OPERANDS = 16  # of a product, one of whose operands the call before it has just written
+MOVED_BEFORE = (2**22, 2**20, 2**17, 2**12)  # bytes of the kernel before a call: the first fill the caches of a core
 # Batch, heads, sequence, width of a head; causal.
 CPU_ATTENTION = ((1, 4, 64, 32), (16, 8, 128, 64), (2, 8, 256, 64), (1, 4, 512, 64), (8, 8, 128, 32), (8, 8, 128, 96))
 GPU_ATTENTION = (
@@ -55,11 +57,12 @@ GPU_ATTENTION = (
 )
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 SHARES = {
-    "product": 0.45,
+    "product": 0.43,
     "ceiling": 0.15,
-    "element": 0.15,
+    "element": 0.14,
     "attention": 0.2,
-    "launch": 0.05,
+    "launch": 0.02,
+    "call": 0.06,
 }  # of the time that there is
 
 
@@ -70,11 +73,23 @@ def rows(device: str, seconds: float) -> Iterator[dict[str, Any]]:
     yield from elements(device, seconds * SHARES["element"])
     yield from attention(device, seconds * SHARES["attention"])
     yield from launches(device, seconds * SHARES["launch"])
+    yield from calls(device, seconds * SHARES["call"])
 
 
 def on_device(call: Any, budget: float, device: str) -> Times:
     """A call's own time: on a GPU replayed from a graph, so that issuing it is not in it."""
-    return replayed(call, budget) if device == "cuda" else timed(call, budget, device)
+    return replayed(call, budget) if device == "cuda" else timed(call, budget, device, before=eviction())
+
+
+@cache
+def eviction() -> Call:
+    """A kernel on a CPU that leaves none of what was in a core's caches."""
+    return _moving(MOVED_BEFORE[0])
+
+
+def _moving(size: int) -> Call:
+    """A kernel on a CPU that reads and writes so many bytes."""
+    return _from_memory(torch.neg, lambda: (torch.ones(size // 8),), size, most=FEW_OPERANDS)
 
 
 def products(device: str, seconds: float) -> Iterator[dict[str, Any]]:
@@ -132,7 +147,7 @@ def elements(device: str, seconds: float) -> Iterator[dict[str, Any]]:
         "eq": lambda _: torch.eq(ids, row), **{op: getattr(torch, op) for op in FUNCTIONS},
     }  # fmt: skip
     for (op, call), budget in _shared(list(calls.items()), seconds):
-        times = timed(_from_memory(call, one, 8 * ELEMENTS), budget, device)
+        times = on_device(_from_memory(call, one, 8 * ELEMENTS), budget, device)
         yield {"kind": "element", "op": op, "elements": ELEMENTS, **times.row()}
 
 
@@ -205,8 +220,8 @@ def _attention_on_cpu(_: str, shape: Shape, dtype: torch.dtype, budget: float) -
         return SDPA_BWD(*of, True, None, False, False)
 
     size = 4 * math.prod(shape) * dtype.itemsize
-    first = timed(_from_memory(forward, operands, size), budget / 3, "cpu")
-    second = timed(_from_memory(backward, saved, 2 * size), budget * 2 / 3, "cpu")
+    first = on_device(_from_memory(forward, operands, size), budget / 3, "cpu")
+    second = on_device(_from_memory(backward, saved, 2 * size), budget * 2 / 3, "cpu")
     return first, Times(tuple(first.median + sample for sample in second.samples))
 
 
@@ -226,6 +241,24 @@ def launches(device: str, seconds: float) -> Iterator[dict[str, Any]]:
         samples.append((time.perf_counter() - begin) / count)
     yield {"kind": "launch", "what": "launch", **Times(tuple(samples)).row()}
     yield {"kind": "launch", "what": "gap", **replayed(call, seconds / 2).row()}
+
+
+def calls(device: str, seconds: float) -> Iterator[dict[str, Any]]:
+    """What a call that does next to nothing takes on a CPU after a kernel that moved some bytes: right after it, and
+    after a view in between."""
+    if device != "cpu":
+        return
+    x, y = torch.ones(8), torch.ones(8)
+    call, view = _bound(aten.add.Tensor, x, y), _bound(aten.view.default, x, [2, 4])
+    for moved, budget in _shared(coarse_first(MOVED_BEFORE), seconds):
+        kernel = _moving(moved)
+
+        def viewed(kernel: Call = kernel) -> None:
+            kernel()
+            view()
+
+        first, later = (timed(call, budget / 2, device, before=before) for before in (kernel, viewed))
+        yield {"kind": "call", "moved": moved, **first.row(name="first_us"), **later.row(name="later_us")}
 
 
 def _bound(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,9 @@ memory        an elementwise kernel by bytes: the median of the quickest one
 products      rate, start of a product and start of a tile, by a search; samples correct what is left
 launches      medians
 elements      ops that take longer than moving their bytes does: medians
+calls         what a CPU's call takes beside its work, after kernels of several sizes: medians
 cores         what work beside a collective took longer: a share of its seconds, and as much for each: least errors
+neighbours    what work took longer while other ranks computed: the median
 units         of a GPU, that a collective takes from products: those with which tiles come nearest to the ratios
 meetings      the jitter by which ranks that computed for some time waited for each other: the median; where the times
               span two orders of magnitude, with the time constant that comes nearest
@@ -50,8 +52,13 @@ def tables(rows: Sequence[Row], like: ProductRate | None = None) -> dict[str, An
     for row in rows:
         by_kind.setdefault(row["kind"], []).append(row)
     fitted: dict[str, Any] = {}
+    calling = SMALLEST
+    calls = by_kind.get("call", [])
+    if len({row["moved"] for row in calls}) > 1:  # else there was no time to tell what a call takes after little
+        fitted["calls"] = {name: call_points(calls, f"{name}_us") for name in ("first", "later")}
+        calling = fitted["calls"]["first"][-1][1]
     if ceilings := by_kind.get("ceiling"):
-        fitted["memory"] = memory_points(ceilings)
+        fitted["memory"] = memory_points(ceilings, max(SMALLEST, calling))
     if products := by_kind.get("product"):
         memory_rate = fitted["memory"][-1][0] / fitted["memory"][-1][1] if "memory" in fitted else 1e18
         rates = [product_rate(of, like or SEQUENTIAL, memory_rate) for of in _by_dtype(products).values()]
@@ -66,10 +73,13 @@ def tables(rows: Sequence[Row], like: ProductRate | None = None) -> dict[str, An
         fitted["contention"] = contention(beside, like)
     if beside := by_kind.get("cores"):
         fitted["contention"] = cores(beside)
+    if beside := by_kind.get("neighbours"):
+        times = median(row["beside_us"] / row["alone_us"] for row in beside)
+        fitted["contention"] = fitted.get("contention", {}) | {"neighbours": min(100.0, max(1.0, round(times, 3)))}
     if meetings := by_kind.get("meeting"):
         fitted["meetings"] = jitter(meetings)
     if elements := by_kind.get("element"):
-        fitted["elements"] = element_seconds(elements, fitted.get("memory", ()))
+        fitted["elements"] = element_seconds(elements, fitted.get("memory", ()), calling if "calls" in fitted else 0.0)
     return fitted
 
 
@@ -182,8 +192,8 @@ def nonnegative(columns: torch.Tensor, target: torch.Tensor, needed: Sequence[in
 
 
 # ---------------------------------------------------------------------- memory, products, launches, contention
-def memory_points(rows: Iterable[Row]) -> Points:
-    """By the median of each size's quickest kernel. Below the smallest, its segment goes on, to `SMALLEST` at most."""
+def memory_points(rows: Iterable[Row], smallest: float = SMALLEST) -> Points:
+    """By the median of each size's quickest kernel. Below the smallest, its segment goes on, to `smallest` at most."""
     times: dict[float, dict[str, list[float]]] = {}
     for row in rows:
         times.setdefault(row["mib"] * 2**20, {}).setdefault(row["how"], []).append(row["ms"] * 1e-3)
@@ -191,7 +201,7 @@ def memory_points(rows: Iterable[Row]) -> Points:
     if len(points) < 2:
         return points
     (x0, y0), (x1, y1) = points[:2]
-    return ((0, max(1e-9, min(SMALLEST, y0 - (y1 - y0) * x0 / (x1 - x0)))), *points)
+    return ((0, max(1e-9, min(smallest, y0 - (y1 - y0) * x0 / (x1 - x0)))), *points)
 
 
 def product_rate(rows: Sequence[Row], like: ProductRate, memory_rate: float) -> ProductRate:
@@ -287,12 +297,21 @@ def jitter(rows: Sequence[Row]) -> dict[str, float]:
     return min(fits, key=lambda fit: fit[0])[1].model_dump(exclude_defaults=True)
 
 
-def element_seconds(rows: Iterable[Row], memory: Points) -> dict[str, float]:
-    """Of the ops that take longer than a kernel that reads one operand and writes a result of as many elements."""
+def call_points(rows: Iterable[Row], name: str) -> Points:
+    times: dict[float, list[float]] = {}
+    for row in rows:
+        times.setdefault(row["moved"], []).append(row[name] * 1e-6)
+    return rising((moved, median(of)) for moved, of in times.items())
+
+
+def element_seconds(rows: Iterable[Row], memory: Points, calling: float = 0.0) -> dict[str, float]:
+    """Of the ops that take longer than a kernel that reads one operand and writes a result of as many elements: what an
+    element takes beside `calling`, the seconds of a call."""
     times: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         moving = seconds_at(memory, 8 * row["elements"]) if memory else 0.0
-        times.setdefault(row["op"], []).append((row["us"] * 1e-6 / row["elements"], moving / row["elements"]))
+        computing = max(1e-15, row["us"] * 1e-6 - calling)
+        times.setdefault(row["op"], []).append((computing / row["elements"], (moving - calling) / row["elements"]))
     medians = {op: (median(t for t, _ in of), of[0][1]) for op, of in times.items()}
     return {op: seconds for op, (seconds, moving) in sorted(medians.items()) if seconds > moving}
 

@@ -126,7 +126,11 @@ class Peers:
                 yield from self._series(op, group_size, sizes, left)
             dist.barrier(self.groups[self.world][1])
         left = max(0.5, seconds * (1 - SHARE))
-        yield from (self._contention if self.device == "cuda" else self._cores)(left / 2)
+        if self.device == "cuda":
+            yield from self._contention(left / 2)
+        else:
+            yield from self._neighbours(left / 10)
+            yield from self._cores(left * 2 / 5)
         yield from self._meetings(left / 2)
 
     def _series(self, op: str, group_size: int, sizes: list[int], seconds: float) -> Iterator[dict[str, Any]]:
@@ -282,6 +286,22 @@ class Peers:
             working, both = (_middle(together.slowest(list(of))) for of in zip(*taken, strict=True))
             times = {"work_us": working * 1e6, "collective_us": BEHIND * case.alone * 1e6, "both_us": both * 1e6}
             yield {"kind": "cores", "what": case.op, "bytes": case.size, "times": BEHIND, **times}
+
+    def _neighbours(self, seconds: float) -> Iterator[dict[str, Any]]:
+        """The first rank's work while all compute, and while the others wait for it, in rounds."""
+        control, work = self.groups[self.world][1], self._work()
+        together = Together(control)
+        end = time.perf_counter() + seconds
+        typical = self.told(timed(work, seconds / 5, "cpu", together).median, control)
+        runs = max(1, round(TURN / typical))
+        samples: list[tuple[float, float]] = []
+        while len(samples) < LEAST_SAMPLES or self.told(end - time.perf_counter(), control) > 0:
+            beside = once_on_cpu(work, runs, together)
+            together.barrier()
+            samples.append((beside, once_on_cpu(work, runs) if self.rank == 0 else beside))
+            together.barrier()
+        beside, alone = (_middle(list(of)) for of in zip(*samples, strict=True))
+        yield {"kind": "neighbours", "alone_us": alone * 1e6, "beside_us": beside * 1e6}
 
     def begun(self, op: str, size: int, group: Any) -> Callable[[], Any]:
         """Begins a collective, and gives what is waited for."""

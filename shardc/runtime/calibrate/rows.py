@@ -27,11 +27,13 @@ NEEDED: Mapping[str, str] = {
     "launch": "what us",
     "contention": "what alone_us beside_us",
     "element": "op elements us",
+    "call": "moved first_us later_us",
+    "neighbours": "alone_us beside_us",
     "cores": "what times work_us collective_us both_us",
     "meeting": "computed_us alone_us together_us",
 }
 TEXTS, FLAGS = {"device", "op", "backend", "how", "dtype", "what"}, {"graph"}
-WHOLE = {"times", "world", "units", "group", "elements", "batch", "rows", "columns", "depth"}
+WHOLE = {"moved", "times", "world", "units", "group", "elements", "batch", "rows", "columns", "depth"}
 
 
 def read_rows(path: Path) -> list[Row]:

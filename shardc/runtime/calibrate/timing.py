@@ -2,7 +2,8 @@
 
 A sample is several calls in a row where one is short: on a CPU longer than its scheduler's slices, so that what ranks
 that share cores wait for each other is in it, and of small collectives so many that leaving the barrier at different
-times does not count. Ranks that measure together agree beforehand on how many samples they take, begin each at a
+times does not count. What runs before each call, outside of its time, may leave the caches as a step does. Ranks
+that measure together agree beforehand on how many samples they take, begin each at a
 barrier, and the slowest rank's time counts.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -70,17 +72,32 @@ def coarse_first(items: Sequence[T]) -> list[T]:
     return [item for begin in range(3) for item in items[begin::3]]
 
 
-def timed(call: Call, budget: float, device: str, together: Together = ALONE) -> Times:
-    """Samples of a call for about `budget` seconds, three at the least."""
-    once = once_on_gpu if device == "cuda" else once_on_cpu
+def timed(call: Call, budget: float, device: str, together: Together = ALONE, before: Call | None = None) -> Times:
+    """Samples of a call for about `budget` seconds, three at the least; on a CPU with another call `before` each, whose
+    time is not in it."""
+    on_cpu = once_on_cpu if before is None else partial(once_after, before)
+    once = once_on_gpu if device == "cuda" else on_cpu
     call()  # compiles, allocates, opens connections
     probes = together.slowest([once(call, 1, together), once(call, 1, together)])
+    between = 0.0 if before is None else together.slowest([once_on_cpu(before, 3, together)])[0]
     typical = max(min(probes), 1e-9)
-    calls = max(1, min(MOST_CALLS, round(SHORT[device] / typical)))
+    calls = max(1, min(MOST_CALLS, round(SHORT[device] / (typical + between))))
     # A whole sample tells what one takes where cores are shared: a single call may run in between.
     (typical,) = together.slowest([once(call, calls, together)])
-    count = int(max(LEAST_SAMPLES, min(MOST_SAMPLES, budget / (typical * calls))))
+    count = int(max(LEAST_SAMPLES, min(MOST_SAMPLES, budget / ((typical + between) * calls))))
     return Times(tuple(together.slowest([once(call, calls, together) for _ in range(count)])))
+
+
+def once_after(before: Call, call: Call, calls: int, together: Together = ALONE) -> float:
+    """The mean of calls on a CPU, each with another before it that does not count."""
+    together.barrier()
+    seconds = 0.0
+    for _ in range(calls):
+        before()
+        begin = time.perf_counter()
+        call()
+        seconds += time.perf_counter() - begin
+    return seconds / calls
 
 
 def once_on_cpu(call: Call, calls: int, together: Together = ALONE) -> float:

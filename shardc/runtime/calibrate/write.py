@@ -16,7 +16,7 @@ from typing import Any, cast
 from shardc.ir.hardware import RANGES, TABLES
 
 DIGITS = 4
-POINTS = ("seconds", "memory")  # keys of tables by size
+POINTS = ("seconds", "memory", "first", "later")  # keys of tables by size
 COLUMN = 36  # of sources
 
 

@@ -1,7 +1,8 @@
 """A rank's body as prepared code, which runs microbatch by microbatch: what `RunBody` does every step.
 
 What all microbatches read alike is made before them. The first microbatch initializes the sums, and later ones add to
-them in place. Calls that depend on the sums run once a step. `prepared_code` prepares the calls.
+them in place; nor do later ones gather what the first has gathered for all. Calls that depend on the sums run once a
+step. `prepared_code` prepares the calls.
 """
 
 from __future__ import annotations
@@ -34,13 +35,23 @@ class BodyCode:
         self._first_microbatch = routine.code(repeated.start, repeated.stop)  # in the first of them,
         self._later_microbatches: list[CodeLine] = []  # in any other: it adds to the first's sums, which are copies,
         self._once_per_step = routine.code(repeated.stop)  # and once, after all of them
-        for index, *rest in self._first_microbatch:
+        for line in self._first_microbatch:
+            index, *rest = line
+            if index in listing.first:
+                self._free_in_last(line[4])
+                continue
             instruction = listing.instructions[index]
             if instruction.node.target in SUMS:
                 add = torch.Tensor.add_ if instruction.node.target is ACCUMULATE else add_wgrad
                 into = instruction.yields[0][2]
                 rest = [add, CallArguments(tuple(map(Slot, (into, *instruction.reads))), {}), into, rest[-1]]
             self._later_microbatches.append((index, *rest))  # type: ignore[arg-type]
+
+    def _free_in_last(self, slots: tuple[int, ...]) -> None:
+        """What a line of the first microbatch alone frees is of calls before it, too."""
+        if slots and self._later_microbatches:
+            last = self._later_microbatches[-1]
+            self._later_microbatches[-1] = (*last[:4], last[4] + slots)
 
     @torch.no_grad()
     def run(

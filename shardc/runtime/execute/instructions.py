@@ -85,9 +85,9 @@ class CallInstruction(CallSlots):
 class Listing:
     """The instructions of a graph in order, and the slots of its inputs and outputs.
 
-    Those of `repeated` run once a microbatch, those before and behind them once a step. `buffer_slots` pairs the slot
-    of a new buffer with the input slot that gets it for the next microbatch. `stacked` lists the outputs (by index)
-    that each microbatch has of its own.
+    Those of `repeated` run once a microbatch, but those of `first` (by index) in the first one alone; those before and
+    behind them once a step. `buffer_slots` pairs the slot of a new buffer with the input slot that gets it for the next
+    microbatch. `stacked` lists the outputs (by index) that each microbatch has of its own.
     """
 
     graph: Graph
@@ -96,6 +96,7 @@ class Listing:
     instructions: tuple[CallInstruction, ...]
     outputs: tuple[int, ...]
     repeated: range
+    first: frozenset[int]
     buffer_slots: tuple[tuple[int, int], ...]
     stacked: tuple[int, ...]
 
@@ -127,7 +128,7 @@ def list_calls(graph: Graph, numerics: Numerics) -> Listing:
         (slot, slots[input_of[port.name]]) for _, port, slot in microbatch_outputs if port.role == "buffer"
     )
     stacked = tuple(i for i, port, _ in microbatch_outputs if port.role == "output")
-    return Listing(graph, len(slots), inputs, instructions, outputs, repeated, buffer_slots, stacked)
+    return Listing(graph, len(slots), inputs, instructions, outputs, repeated, slotted.first, buffer_slots, stacked)
 
 
 def rank_context(mesh: Mesh, rank: int, comm: Communicator) -> RankContext:

@@ -170,7 +170,7 @@ def run_step(
             env[into] = values
         if k == 0:
             run(listing.instructions[: listing.repeated.start], first=True)
-        run(listing.instructions[listing.repeated.start : listing.repeated.stop], first=k == 0)
+        run([listing.instructions[i] for i in listing.repeated if k == 0 or i not in listing.first], first=k == 0)
         for i, stack in stacks.items():
             stack.append(assembled(env[listing.outputs[i]], graph.output_values[i], mesh))
     run(listing.instructions[listing.repeated.stop :], first=True)
