@@ -75,7 +75,7 @@ def test_ranks_do_not_wait_for_each_other_for_ever_whatever_their_clocks_say(tmp
         mp.spawn(_measure_for_a_time_of_its_own, (str(tmp_path), dict(variables)), 2)
     first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(2))
     assert first == second
-    assert first.keys() == {"collective", "cores", "meeting"}
+    assert first.keys() == {"collective", "neighbours", "cores", "meeting"}
 
 
 @pytest.mark.slow

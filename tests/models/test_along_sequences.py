@@ -106,7 +106,7 @@ def along(name: str) -> Along:
     return Along(name).double()
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize(("mesh", "length", "balance"), LAYOUTS)
 @pytest.mark.parametrize("name", MOVED)
 def test_rows_of_neighbours_come(name: str, mesh: str, length: int, balance: str) -> None:
@@ -118,7 +118,7 @@ def test_rows_of_neighbours_come(name: str, mesh: str, length: int, balance: str
     assert ("~cp" in print_graph(program.body)) == (balance == "zigzag")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("mesh", "length", "balance"), LAYOUTS)
 @pytest.mark.parametrize("name", GATHERED)
 def test_what_is_gathered_is_right(name: str, mesh: str, length: int, balance: str) -> None:
@@ -130,7 +130,7 @@ def test_what_is_gathered_is_right(name: str, mesh: str, length: int, balance: s
     assert not gathers or any(d.code in ("SC203", "SC209") for d in program.diagnostics)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize(("mesh", "length", "balance"), [*LAYOUTS, ("cp=2, tp=2", 50, "none")])
 @pytest.mark.parametrize("name", COLLECTED)
 def test_a_few_rows_of_each_rank_come(name: str, mesh: str, length: int, balance: str) -> None:
@@ -148,7 +148,7 @@ def test_a_few_rows_of_each_rank_come(name: str, mesh: str, length: int, balance
     assert ("~cp" in print_graph(program.body)) == (balance == "zigzag")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("length", [16, 50])
 @pytest.mark.parametrize(
     ("mesh", "balance"), [("cp=2", "none"), ("cp=4", "zigzag"), ("dp=2, cp=2", "none"), ("cp=2, tp=2", "zigzag")]
@@ -192,7 +192,7 @@ def test_convolutions_with_other_plans(plan: str) -> None:
     assert compiled(model, 18, "dp=2, cp=2", context={"balance": "zigzag"}, **PLANS[plan]).verify().ok
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("mesh", "length", "balance", "kinds"),
     [("cp=4", 16, "none", {"permute"}), ("cp=3", 12, "none", {"permute"}), ("dp=2, cp=2", 16, "zigzag", set[str]()),

@@ -144,7 +144,7 @@ LAYOUTS = [("cp=2", 16, "none"), ("cp=4", 17, "none"), ("cp=2", 16, "zigzag"), (
            ("dp=2, cp=2", 18, "zigzag"), ("cp=8", 9, "none"), ("cp=4", 6, "none"), ("cp=2", 3, "none")]  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("mesh", "length", "balance"), LAYOUTS)
 @pytest.mark.parametrize("kind", [Chunked, Both])
 def test_equals_eager(kind: type[Recurrent], mesh: str, length: int, balance: str) -> None:
@@ -160,7 +160,7 @@ def test_equals_eager(kind: type[Recurrent], mesh: str, length: int, balance: st
         assert ("~cp" in print_graph(program.body)) == (balance == "zigzag")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("mesh", "length", "balance"),
     [("cp=2", 64, "none"), ("cp=4", 50, "zigzag"), ("cp=4", 50, "none"), ("dp=2, cp=2", 45, "zigzag")],
@@ -232,7 +232,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("plan", PLANS)
 def test_with_other_plans(plan: str) -> None:
     model = chunked().float() if "precision" in PLANS[plan] else chunked()
@@ -260,7 +260,7 @@ def nemotron_h() -> nn.Module:
 MODELS = {"mamba2": mamba2, "bamba": bamba, "zamba2": zamba2, "falcon_h1": falcon_h1, "nemotron_h": nemotron_h}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("mesh", "length", "balance"),
     [("cp=2", 32, "auto"), ("cp=4", 50, "auto"), ("cp=4", 50, "zigzag"), ("dp=2, cp=2", 17, "none"),

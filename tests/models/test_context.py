@@ -85,7 +85,7 @@ def exact(program: Program) -> None:
     assert not type_faults(program.body)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", CAUSAL)
@@ -93,7 +93,7 @@ def test_causal_models(name: str, strategy: str, mesh: str) -> None:
     exact(compiled(name, mesh, 16, context=strategy))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("length", "mesh"), [(17, "cp=2"), (50, "cp=4"), (7, "cp=4")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -109,7 +109,7 @@ TP = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("mesh", "rows", "said"),
@@ -128,7 +128,7 @@ def test_with_everything_else(mesh: str, rows: str, said: dict[str, Any], strate
     exact(compiled("llama", mesh, 12, rows, context=strategy, **said))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("length", [16, 18])
 @pytest.mark.parametrize("name", ["llama", "llama_mha", "llama_mqa"])
 def test_hierarchical(name: str, length: int) -> None:
@@ -151,14 +151,14 @@ def test_two_axes_divide_two_factors_of_the_heads(length: int, balance: str) -> 
     assert sent.count(("all_to_all", ("out",))) == 4
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4"])
 def test_bert_sees_both_ways(strategy: str, mesh: str) -> None:
     exact(compiled("bert", mesh, 18, context=strategy))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("strategy", ["auto", "all_to_all", "ring"])
 def test_t5_with_a_bias_that_is_learned_and_cross_attention(strategy: str) -> None:
     tokens = torch.randint(1, 37, (BATCH, 12), generator=torch.Generator().manual_seed(1))
@@ -174,7 +174,7 @@ def sent(program: Program, phase: str, kinds: tuple[str, ...]) -> int:
     return sum(c.bytes_per_step for c in of_attention)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "heads"), [("llama", 2), ("llama_mqa", 1)])
 @pytest.mark.parametrize("strategy", ["all_gather", "ring"])
 def test_keys_are_sent_at_their_own_width(name: str, heads: int, strategy: str) -> None:
@@ -205,7 +205,7 @@ def attention_flops(program: Program, rank: int | None = None) -> int:
     return sum(done.of_op(op) for op in ATTENTION)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_together_compute_what_one_device_does(strategy: str) -> None:
     alone = attention_flops(compiled("llama_mha", "cp=1", 256))
@@ -295,7 +295,7 @@ def test_a_strategy_of_nothing_is_said() -> None:
     assert "no rows of attention lie over its axes" in said.message
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_dropout_drops_the_same(strategy: str, causal: bool) -> None:
@@ -305,7 +305,7 @@ def test_dropout_drops_the_same(strategy: str, causal: bool) -> None:
     exact(shardc.compile(model, torch.randn(2, 10, 16), plan=plan))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shape", [(2, 1, 10, 10), (1, 1, 10, 10), (10, 10), (2, 1, 1, 10)])
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])

@@ -64,7 +64,7 @@ def of_rank(program: Program, rank: int) -> int:
     return sum(done.of_op(op) for op in ATTENTION)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "llama_gqa", "gpt2"])
 def test_zigzag_makes_causal_work_equal(name: str, way: str) -> None:
@@ -74,7 +74,7 @@ def test_zigzag_makes_causal_work_equal(name: str, way: str) -> None:
     assert alone >= 3.9 * max(each)
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "llama_gqa", "gemma3", "gpt2", "bert"])
@@ -140,7 +140,7 @@ def test_keys_go_round_again_only_where_the_plan_says_so(recompute: str, runs: i
     assert sent["bwd"] == (runs + 1) * sent["fwd"]  # keys, as often, and their gradients
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("recompute", ["full", "none", "selective", "told"])
 def test_keys_are_gathered_once_in_backward(recompute: str) -> None:
     program = counted("llama", 4, "all_gather", 64, recompute=recompute)

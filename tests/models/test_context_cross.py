@@ -55,7 +55,7 @@ def way_of(program: Program) -> list[str]:
 
 
 # ---------------------------------------------------------------------- values
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("causal", [False, True])
 @BALANCES
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4"])
@@ -70,7 +70,7 @@ def test_a_ring_of_other_keys(rows: int, keys: int, kv: int, mesh: str, balance:
     exact(program)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @BALANCES
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_with_everything_else(mesh: str, lies: str, said: dict[str, Any], way: s
     exact(program)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", [(4, 1, 9, 14), (9, 14), (4, 1, 1, 14)])
 @pytest.mark.parametrize("kind", ["bool", "float", "learned"])
@@ -120,7 +120,7 @@ class Biased(Cross):
         return super().forward(x, memory, self.bias.sin())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @BALANCES
 @pytest.mark.parametrize("heads", [4, 8])
 def test_hierarchical(heads: int, balance: str) -> None:
@@ -146,7 +146,7 @@ def bart() -> nn.Module:
     return hf.BartForConditionalGeneration(config).double()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @BALANCES
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("mesh", "lengths"), [("cp=2", (17, 9)), ("cp=4", (50, 22)), ("dp=2, cp=2", (10, 17))])

@@ -29,7 +29,7 @@ class Cross(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).pow(2).sum()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("context", ["auto", "ring", "all_to_all"])
 @pytest.mark.parametrize(("rows", "keys"), [(16, 13), (13, 16)])
 def test_causal_attention_to_another_number_of_keys(rows: int, keys: int, context: str) -> None:
@@ -126,7 +126,7 @@ class LastRows(nn.Module):
         return self.head(x[:, -self.count] if self.alone else x[:, -self.count :]).square().mean()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize(("count", "alone"), [(1, True), (1, False), (3, False), (4, True)])
 @pytest.mark.parametrize("length", [16, 17])

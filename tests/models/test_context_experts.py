@@ -83,7 +83,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(28)
+@pytest.mark.sampled(56)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -103,7 +103,7 @@ def test_loss_and_gradients(name: str, layout: str, length: int) -> None:
     assert gap(program, eager(model, program.sample)) < 1e-12
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", test_library_experts.MODELS)
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 def test_experts_of_other_interfaces(name: str, dispatch: str) -> None:
@@ -122,7 +122,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_over_experts(name: str) -> None:
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def test_loops_over_experts(name: str) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Jamba"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_losses_of_routers(name: str, padded: bool) -> None:

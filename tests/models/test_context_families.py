@@ -12,7 +12,7 @@ STRATEGIES = ("all_gather", "ring", "all_to_all")
 CASES = [(layout, way) for layout in LAYOUTS for way in (STRATEGIES if "out" not in layout else ("hierarchical",))]
 
 
-@pytest.mark.sampled(176)
+@pytest.mark.sampled(352)
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize(("layout", "strategy"), CASES)
 @pytest.mark.parametrize("name", FAMILIES)

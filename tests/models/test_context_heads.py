@@ -64,7 +64,7 @@ def calls(program: Program, op: Any) -> list[Any]:
     return [node for node in program.body.calls() if node.target is op]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize(("mesh", "length"), [("cp=4", 16), ("cp=4", 50), ("cp=2", 17)])
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ TP = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize(
     ("heads", "kv", "mesh", "rows", "said"),
@@ -116,7 +116,7 @@ def attention(heads: int, kv: int, mesh: str, length: int, balance: str = "none"
     return shardc.compile(Attention(heads, kv, 4, **said), torch.randn(2, length, 16), plan=plan)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("said", [{}, {"causal": False}, {"window": 5}], ids=str)
 @pytest.mark.parametrize(("heads", "kv", "ranks"), [(28, 4, 8), (12, 4, 6), (6, 6, 4), (6, 2, 4), (6, 1, 4), (5, 5, 2)])
@@ -138,7 +138,7 @@ def test_a_rank_is_sent_the_heads_that_it_reads(heads: int, kv: int, ranks: int,
     assert "all_gather" not in kinds
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("heads", "kv", "ranks"), [(8, 2, 4), (6, 2, 4), (8, 1, 4), (6, 6, 4)])
 def test_the_account_is_what_is_sent(heads: int, kv: int, ranks: int) -> None:
     program = attention(heads, kv, f"cp={ranks}", 4 * ranks)
@@ -171,7 +171,7 @@ def test_auto_takes_groups_of_heads_where_these_cost_least() -> None:
 
 
 # ---------------------------------------------------------------------- masks
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("shape", [(2, 1, 18, 18), (2, 8, 18, 18), (8, 1, 18), (18, 18), (2, 1, 1, 18)])
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
@@ -205,7 +205,7 @@ class Biased(nn.Module):
         return self.attention(x, self.bias)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize(("heads", "kv", "ranks"), [(8, 2, 4), (6, 2, 4), (6, 6, 4), (6, 1, 4)])
 def test_a_bias_of_heads(heads: int, kv: int, ranks: int, balance: str) -> None:

@@ -326,7 +326,7 @@ def plan_of(mesh: str, balance: str) -> dict[str, Any]:
     return {"mesh": mesh, "inputs": dict.fromkeys(("ids", "labels"), placed), "context": {"balance": balance}}
 
 
-@pytest.mark.sampled(72)
+@pytest.mark.sampled(144)
 @pytest.mark.parametrize("balance", ["zigzag", "none"])
 @pytest.mark.parametrize(("mesh", "length"), [("cp=2", 16), ("cp=4", 17), ("dp=2, cp=2", 18)])
 @pytest.mark.parametrize("name", CASES)

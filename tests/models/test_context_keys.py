@@ -95,7 +95,7 @@ def merged(program: Program) -> Program:
 
 
 # ---------------------------------------------------------------------- values
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("keys", [16, 17, 50, 5])  # 5 over 4: one rank has none
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4"])
 @pytest.mark.parametrize("kv", [4, 2, 1])
@@ -141,7 +141,7 @@ class Windowed(Cross):
         return super().forward(x, memory, seen & (row // chunk[0] == key // chunk[0]) if chunk else seen)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["cp=4", "cp=2"])
 @pytest.mark.parametrize("window", [(-2, 0), (-2, 3), (2, 5), (-5, 0, 6), (-4, 4, 5)])
 @FORMS
@@ -172,7 +172,7 @@ def masks(kind: str, rows: int, keys: int) -> Tensor:
     return mask
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["rows", "keys", "first rank", "bias"])
 @pytest.mark.parametrize("lies", ["-, -, -, cp", "-, -, -, -"])
 @FORMS

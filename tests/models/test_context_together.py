@@ -25,7 +25,7 @@ def llama(dropout: float = 0.0) -> nn.Module:
 
 
 # ---------------------------------------------------------------------- plans
-@pytest.mark.sampled(576)
+@pytest.mark.sampled(1152)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -51,7 +51,7 @@ def test_a_step_with_all_of_a_plan(
     assert program.memory().peak > program.memory().stored
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4", "dp=2, cp=2", "cp=2, pp=2"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -132,7 +132,7 @@ class Scored(Host):
         return LOSSES[self.case](self.head(self.hidden(ids)), labels, given)
 
 
-@pytest.mark.sampled(440)
+@pytest.mark.sampled(880)
 @pytest.mark.parametrize(("mesh", "length"), [("cp=2", 17), ("cp=4", 16), ("dp=2, cp=2", 18), ("cp=2, pp=2", 17)])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("balance", ["none", "zigzag"])

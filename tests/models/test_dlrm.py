@@ -44,7 +44,7 @@ def batch() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize(
     ("mesh", "params", "of_tables"),

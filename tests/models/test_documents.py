@@ -56,7 +56,7 @@ def packed(by: str, length: int, mesh: str, context: Any, window: int = 0) -> Pr
     return shardc.compile(Packed(by, window), batch, plan={"mesh": mesh, "inputs": inputs, "context": context})
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -71,7 +71,7 @@ def test_packed_documents(by: str, length: int, mesh: str, strategy: str, balanc
     exact(program)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("length", [17, 50])
 def test_a_library_packs_by_positions(strategy: str, length: int) -> None:
@@ -103,7 +103,7 @@ class Biased(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, self.bias, enable_gqa=True).square().mean()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("length", "mesh"), LENGTHS)
@@ -136,7 +136,7 @@ def test_gradients_of_keys_travel_in_float32(window: int) -> None:
 
 
 # ---------------------------------------------------------------------- attention that is written out
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", ["auto", "ring"])
 @pytest.mark.parametrize(("length", "mesh"), LENGTHS)
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])

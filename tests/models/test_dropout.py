@@ -54,7 +54,7 @@ def values(program: Program, names: set[str], distributed: bool, **inputs: Any) 
     return found
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @layouts
 @pytest.mark.parametrize(("batch", "heads"), [(8, 4), (3, 6)])
 def test_masks_are_the_same_for_every_layout(plan: str, mesh: str, batch: int, heads: int) -> None:
@@ -67,7 +67,7 @@ def test_masks_are_the_same_for_every_layout(plan: str, mesh: str, batch: int, h
         assert torch.equal(one[name], many[name]), name
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @layouts
 def test_what_a_dropout_yields_is_the_same(plan: str, mesh: str) -> None:
     program = compiled(plan, mesh, 8, 4)
@@ -80,7 +80,7 @@ def test_what_a_dropout_yields_is_the_same(plan: str, mesh: str) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @layouts
 def test_no_communication_for_masks(plan: str, mesh: str) -> None:
     still = shardc.compile(*make("gpt2", vocab=61, layers=1, width=32)[:2], plan=PLANS / f"{plan}.yaml", mesh=mesh)

@@ -39,7 +39,7 @@ def planned(model: nn.Module, of: str) -> shardc.Program:
     return compiled(model, {"mesh": mesh, "params": plan.params})
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("of", AXES)
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3"])
 def test_the_librarys_own_plan(name: str, of: str) -> None:

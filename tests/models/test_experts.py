@@ -89,7 +89,7 @@ def groupings(program: Program) -> int:
     return sum(node.target is GROUP_ROWS for node in program.body.calls())
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_over_ep_and_tokens_over_dp(name: str) -> None:
     model = model_of(name)
@@ -117,7 +117,7 @@ def placed(mesh: str) -> dict[str, str]:
     return {f"**.experts.{name}": placement for name, placement in MESHES[mesh].items()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_mixtral_is_as_on_one_device(mesh: str, mixtral: nn.Module) -> None:
     program = compiled(mixtral, {"mesh": mesh, "params": placed(mesh)})
@@ -180,7 +180,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", PLANS)
 def test_steps_of_adamw(name: str, mixtral: nn.Module) -> None:
     model = model_of("Mixtral", num_hidden_layers=2) if name == "pipeline" else mixtral
@@ -212,7 +212,7 @@ def exchanged(program: Program) -> Counter[str]:
     return Counter(c.phase for c in collectives(program.body) if c.kind == "all_to_all")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mesh", SENT)
 def test_rows_are_sent_to_their_experts(mesh: str, mixtral: nn.Module) -> None:
     """T k h (ep - 1) / ep elements each of dispatch and combine, forward and backward; no expert is gathered."""
@@ -231,7 +231,7 @@ def test_rows_are_sent_to_their_experts(mesh: str, mixtral: nn.Module) -> None:
     assert {c.axes for c in experts} == ({("dp",)} if "dp" in mesh else set())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "Mixtral"])
 def test_rows_of_every_model_are_sent(name: str) -> None:
     model = model_of(name)
@@ -254,7 +254,7 @@ PLANS_OF_SENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", PLANS_OF_SENT)
 def test_steps_of_adamw_with_rows_sent(name: str, mixtral: nn.Module) -> None:
     mesh, plan = PLANS_OF_SENT[name]
@@ -266,7 +266,7 @@ def test_steps_of_adamw_with_rows_sent(name: str, mixtral: nn.Module) -> None:
     assert program.verify().ok
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("factor", [1.0, 4.0])  # with 4, an expert may take all
 @pytest.mark.parametrize("name", PLANS_OF_SENT)
 def test_steps_of_adamw_with_a_capacity(name: str, factor: float, mixtral: nn.Module) -> None:
@@ -282,7 +282,7 @@ def test_steps_of_adamw_with_a_capacity(name: str, factor: float, mixtral: nn.Mo
     assert program.simulate().load is not None
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", ["eager", "batched_mm", "grouped_mm"])
 def test_every_form_is_the_grouped_one_and_put_back(form: str) -> None:
     model = model_of("Mixtral", form)

@@ -77,7 +77,7 @@ def groupings(program: Program) -> int:
     return sum(call.target is GROUP_ROWS for call in program.body.calls())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 def test_tokens_over_dp_and_experts_over_ep(name: str, dispatch: str) -> None:

@@ -93,7 +93,7 @@ def in_zigzag(program: shardc.Program) -> bool:
     return "~cp@cp" in print_graph(program.body)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("length", [16, 17, 50])
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4", "dp=2, cp=2"])
@@ -118,7 +118,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
@@ -131,7 +131,7 @@ def test_with_other_plans(name: str, plan: str, balance: str) -> None:
     assert program.verify().ok
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("length", [16, 17])
 @pytest.mark.parametrize("name", ["decoder", "causal"])
@@ -166,7 +166,7 @@ def test_dropout_draws_the_same_for_every_layout(balance: str) -> None:
     assert compiled(Causal(dropout=0.3).double(), 17, "cp=4", balance).verify().ok
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("balance", "boundaries"), [("none", 1), ("zigzag", 2)])
 @pytest.mark.parametrize("name", ["decoder", "causal"])
 def test_a_shift_of_labels_sends_one_row_a_boundary(name: str, balance: str, boundaries: int) -> None:
@@ -184,7 +184,7 @@ HF: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("mesh", ["dp=1, cp=2", "dp=1, cp=4", "dp=2, cp=2"])
 @pytest.mark.parametrize("name", HF)
@@ -196,7 +196,7 @@ def test_models_of_transformers(name: str, mesh: str, balance: str) -> None:
     assert program.verify().ok
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("balance", BALANCES)
 def test_stages_of_a_pipeline(balance: str) -> None:
     model, batch, loss = make("llama", batch=4, seq=17, layers=2)

@@ -95,7 +95,7 @@ def windows_of(program: Program) -> list[Any]:
     return [list(given(node).get("window", ())) for node in program.reference.calls() if node.target is SDPA]
 
 
-@pytest.mark.sampled(64)
+@pytest.mark.sampled(128)
 @pytest.mark.parametrize("mask", ["", "padding", "documents"])
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -112,7 +112,7 @@ def test_every_window(window: Any, length: int, mesh: str, strategy: str, balanc
 TP = {"q.*": "tp", "k.*": "tp", "v.*": "tp"}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("window", [(-3, 2), (-99, 0, 6), (-99, 99, 5)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_each_run_of_a_zigzag_reaches() -> None:
     assert not sent_keys(alone((-99, 0, 4), 32, "cp=4", {"attention": "ring", "balance": "zigzag"}), "fwd")
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("window", AHEAD + CHUNKS)
@@ -283,7 +283,7 @@ LAYERS = {"modernbert": [[], [-4, 4], [-4, 4]], "llama4": [[-7, 0, 8], [-7, 0, 8
 LLAMA_TP = {f"**.{name}_proj.weight": "tp, -" for name in "qkv"} | {"**.o_proj.weight": "-, tp"}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("length", "mesh"), [(17, "cp=2"), (50, "cp=4")])
@@ -295,7 +295,7 @@ def test_models(name: str, length: int, mesh: str, strategy: str, balance: str) 
     exact(program)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "mesh", "rows", "said"),
     [
@@ -325,7 +325,7 @@ def test_layers_send_each_their_own(name: str) -> None:
     assert each == {"modernbert": [3 * 8 * one, 8 * one, 8 * one], "llama4": [8 * one, 8 * one, 3 * 8 * one]}[name]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["padding", "documents"])
 @pytest.mark.parametrize("name", ["modernbert", "llama4"])

@@ -93,7 +93,7 @@ def exact(program: Program) -> None:
     assert not type_faults(program.body)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize(("mesh", "length"), [("cp=4", 32), ("cp=4", 36), ("cp=2", 28)])
 @pytest.mark.parametrize("name", FUNCTIONS)

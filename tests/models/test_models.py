@@ -81,7 +81,7 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
 
 def meshes(test: Callable[..., None]) -> Callable[..., None]:
     """Of each model `make test` compiles one mesh's program, which all these tests look at."""
-    return pytest.mark.sampled(3)(pytest.mark.parametrize("mesh", MESHES)(test))
+    return pytest.mark.sampled(6)(pytest.mark.parametrize("mesh", MESHES)(test))
 
 
 @meshes

@@ -55,7 +55,7 @@ def calls(program: Program) -> Counter[Any]:
     return Counter(node.target for node in program.body.calls())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", MODELS)
 def test_as_many_calls_for_any_number_of_steps(name: str) -> None:
     model = model_of(name)
@@ -75,7 +75,7 @@ def mamba() -> nn.Module:
     return model_of("Mamba", num_hidden_layers=LAYERS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2, tp=2"])
 def test_mamba_over_tp(mesh: str, mamba: nn.Module) -> None:
     """Each way two sums a layer: of what the state space reads of the channels, and of the stream."""
@@ -105,7 +105,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", PLANS)
 def test_mamba_as_on_one_device(name: str, mamba: nn.Module) -> None:
     program = compiled(mamba, PLANS[name])
@@ -113,7 +113,7 @@ def test_mamba_as_on_one_device(name: str, mamba: nn.Module) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "said",
     [{"fuse": True, "recompute": "full"}, {"fuse": True}, {"recompute": "full"}, {"recompute": "selective"}],

@@ -81,7 +81,7 @@ def placements(model: nn.Module) -> dict[str, str]:
 
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2, tp=2"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 def test_a_layer_reduces_as_megatrons_would(name: str, mesh: str) -> None:
     make, forward, backward = MODELS[name]
     torch.manual_seed(0)

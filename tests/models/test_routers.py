@@ -40,7 +40,7 @@ def routed(name: str, **options: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_is_eager_pytorchs(name: str) -> None:
     model = routed(name)
@@ -59,7 +59,7 @@ def test_the_correction_decides_who_is_chosen_and_has_no_gradient() -> None:
     assert not torch.equal(before["loss"], eager(model, sample)["loss"])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", BALANCED)
 def test_the_balance_of_experts_is_the_global_batchs(name: str) -> None:
     """Counts of experts are summed over ranks, once for all layers; the ids themselves are not gathered."""
@@ -125,7 +125,7 @@ SPLIT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("coefficient", [0.02, 0.001, 0.0])
 def test_the_balance_is_each_microbatchs_and_verify_says_so(name: str, coefficient: float) -> None:

@@ -84,7 +84,7 @@ def compiled(form: str, plan: dict[str, Any], mesh: str = "dp=2, tp=2") -> shard
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 def test_as_on_one_device_and_read_back(form: str, plan: str) -> None:
     program = compiled(form, PLANS[plan])
     report = program.verify()

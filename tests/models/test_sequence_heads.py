@@ -75,7 +75,7 @@ def program_of(name: str, mesh: str, length: int, balance: str) -> tuple[nn.Modu
     return model, shardc.compile(model, {"input_ids": ids, "labels": labels}, mesh=mesh, plan=plan)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("mesh", "length", "balance"), LAYOUTS)
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_equal_eager(name: str, mesh: str, length: int, balance: str) -> None:

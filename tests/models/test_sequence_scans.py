@@ -251,7 +251,7 @@ def recurrent(name: str) -> Recurrent:
     return (ROLLED | AS_WRITTEN)[name]().double()
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize(
     ("mesh", "length", "balance"),
     [("cp=2", 16, "none"), ("cp=4", 17, "none"), ("dp=2, cp=2", 10, "none"), ("cp=8", 9, "none"),
@@ -351,7 +351,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["Apart", "Tanh", "TwoStates"])
 def test_with_other_plans(name: str, plan: str) -> None:
@@ -411,7 +411,7 @@ def test_more_than_a_block_of_steps() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ models
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("mesh", "length"), [("cp=2", 16), ("cp=4", 17), ("cp=2, tp=2", 10), ("dp=2, cp=2", 50)])
 @pytest.mark.parametrize("name", ["Mamba", "Rwkv", "Jamba"])
 def test_models_equal_eager(name: str, mesh: str, length: int) -> None:

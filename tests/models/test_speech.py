@@ -91,7 +91,7 @@ def test_spec_augment_masks_anew_in_each_step() -> None:
     assert repr(np.random.get_state()) == repr(state)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("share", "length", "least"), [(0.3, 4, 0), (0.65, 5, 2), (0.05, 10, 0), (0.9, 2, 0)])
 @pytest.mark.parametrize("padded", [False, True])
 def test_spans_are_drawn_as_the_library_draws_them(share: float, length: int, least: int, padded: bool) -> None:

@@ -80,7 +80,7 @@ LAYOUTS = [("cp=2", 16, "none"), ("cp=4", 17, "none"), ("cp=4", 50, "zigzag"), (
            ("cp=4", 11, "none"), ("cp=2, tp=2", 18, "none")]  # fmt: skip
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(("mesh", "length", "balance"), LAYOUTS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_equals_eager(name: str, mesh: str, length: int, balance: str) -> None:
@@ -184,7 +184,7 @@ def last_rows(x: Tensor, w: Tensor) -> Tensor:
     return y + y[:, -1:] + y[:, -3:].pow(2).mean(1, keepdim=True) + y[:, 0][:, None].sin()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("mesh", "length", "balance"), [("cp=4", 33, "zigzag"), ("dp=2, cp=2", 51, "none")])
 def test_last_rows_of_a_strided_sequence_are_picked(mesh: str, length: int, balance: str) -> None:
     """They are fewer rows than the chunks that the convolution reads, and lie as those do."""
@@ -214,7 +214,7 @@ class Frames(nn.Module):
         return F.cross_entropy(y.flatten(0, 1), ids.flatten()) + frames[:, -1].pow(2).mean()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("mesh", "length", "tokens", "cross", "balance"),
     [("dp=2, cp=2", 17, 9, False, "auto"), ("cp=2", 50, 25, False, "none"), ("cp=2", 50, 9, True, "zigzag"),
@@ -244,7 +244,7 @@ class Encoder(nn.Module):
         return (y * torch.linspace(0, 1, y.shape[-1], dtype=y.dtype)).pow(3).mean()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("mesh", "length"), [("cp=2", 400), ("cp=4", 401)])
 @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert"])
 def test_encoders_of_sound(kind: str, mesh: str, length: int) -> None:

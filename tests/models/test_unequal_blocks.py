@@ -94,7 +94,7 @@ LIBRARY: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
 
 
 @pytest.mark.parametrize("name", LIBRARY)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_models_of_the_library(name: str) -> None:
     make, blocks, forward = LIBRARY[name]
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def compiled(model: nn.Module, plan: dict[str, Any], mesh: str = "dp=2, tp=2", *
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 def test_every_form_under_every_plan(form: str, plan: str) -> None:
     make, params = FORMS[form]
     torch.manual_seed(0)
@@ -188,7 +188,7 @@ def test_every_form_under_every_plan(form: str, plan: str) -> None:
 
 @pytest.mark.parametrize("mesh", ["tp=3", "tp=4"])
 @pytest.mark.parametrize("form", ["one head of keys", "with an MLP", "padded", "state space"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_shares_of_other_numbers_of_ranks(form: str, mesh: str) -> None:
     make, params = FORMS[form]
     torch.manual_seed(0)
@@ -242,7 +242,7 @@ def test_a_program_of_blocks_is_read_back(tmp_path: Path) -> None:
 OTHERS = [(FUSED, "tp=3", {}), ({}, "tp=2", {}), (FUSED, "dp=2, tp=2", {"storage": {"zero": 3, "axes": ["dp"]}})]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("params", "mesh", "plan"), OTHERS, ids=["other ranks", "whole", "zero 3"])
 def test_a_checkpoint_goes_on_under_another_plan(
     params: dict[str, str], mesh: str, plan: dict[str, Any], tmp_path: Path

@@ -30,7 +30,7 @@ def stored(program: Program, name: str) -> tuple[tuple[int, ...], tuple[int, ...
     return type.local_shape(program.mesh), type.shape
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_vocabulary(tp: int) -> None:
     program = compiled("gpt2", "gpt2", f"dp=2, tp={tp}", batch=2, seq=6, layers=1, vocab=50257, width=16)
@@ -38,7 +38,7 @@ def test_vocabulary(tp: int) -> None:
     assert program.parameter_bytes().per_rank < program.parameter_bytes().whole / tp * 1.2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "column"), [("gpt2", 1), ("llama", 0)])
 def test_heads(name: str, column: int) -> None:
     extra = {"kv_heads": 6} if name == "llama" else {}
@@ -54,7 +54,7 @@ def test_heads(name: str, column: int) -> None:
     assert [value.startswith("amax.all_gather") for value in others] == [True]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "resnet", "whisper", "encoder", "cnn", "mlp"])
 def test_batch(name: str) -> None:
     program = compiled(name, name, "dp=2, tp=2", batch=3)
@@ -64,7 +64,7 @@ def test_batch(name: str) -> None:
     assert any(t.dims[0] and t.dims[0][0].axes == ("dp",) and t.local_shape(program.mesh)[0] == 2 for t in sharded)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("mesh", ["dp=1, tp=2", "dp=2, tp=4"])
 def test_sequence(name: str, mesh: str) -> None:

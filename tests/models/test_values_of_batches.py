@@ -109,7 +109,7 @@ MODELS: dict[str, tuple[Callable[[], Case], bool]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [n if n in ("llava", "bart") else pytest.param(n, marks=pytest.mark.long) for n in MODELS]
 )

@@ -36,7 +36,7 @@ def alone(window: int, length: int, mesh: str, context: Any, mask: bool = False,
     return shardc.compile(Attention(4, 2, 4, window=window), batch, plan=plan)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -47,7 +47,7 @@ def test_every_window(window: int, length: int, mesh: str, strategy: str, balanc
     exact(alone(window, length, mesh, {"attention": strategy, "balance": balance}, mask))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
@@ -56,7 +56,7 @@ def test_models_with_windows(name: str, strategy: str, balance: str) -> None:
     exact(compiled(name, "cp=4", 50, context={"attention": strategy, "balance": balance}))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("mesh", "rows", "said"),
     [

@@ -103,7 +103,7 @@ def test_each_collective_of_backward_has_a_product_beside_it(name: str, sequence
     assert same_calls(before.body, late.body) == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", PLANS)
 def test_no_bit_changes(case: str) -> None:
     late = small(GATED if case in ("tp", "sequence", "recompute") else SMALL, PLANS[case])

@@ -66,7 +66,7 @@ def whole() -> Graph:
     return replanned(base(), offload=ALL).body
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", PLANS)
 def test_no_bit_changes_and_a_rank_holds_what_the_report_says(case: str) -> None:
     before = base(case)
@@ -197,7 +197,7 @@ def hard(case: str, **more: str) -> tuple[shardc.Program, dict[str, Tensor]]:
     return shardc.compile(model, batch, plan=plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)), batch
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", HARD)
 def test_hard_models_change_no_bit(case: str) -> None:
     program, batch = hard(case, offload="all")

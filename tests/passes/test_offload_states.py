@@ -51,7 +51,7 @@ def on_the_host(body: Graph) -> list[str]:
     return [port.name for port, node in zip(body.inputs, body.placeholders, strict=True) if on_host(node)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", PLANS)
 def test_no_bit_changes_and_a_rank_holds_what_the_report_says(case: str) -> None:
     before, said = base(case), {**ALL, "activations": "all" if case == "both" else 0}

@@ -75,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_changes(case: str) -> None:
     early = small(SMALL, {"params": {}, **CASES[case]})

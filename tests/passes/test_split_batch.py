@@ -45,7 +45,7 @@ def halves_and_microbatches(plan: dict[str, Any], rows: int = 12) -> tuple[shard
     return small(GATED, {**plan, **SPLIT}, rows), small(GATED, several, rows)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", MORE)
 def test_equals_microbatches(case: str) -> None:
     """To the bit, where no other microbatches are added to them in another order."""

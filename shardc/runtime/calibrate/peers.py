@@ -290,7 +290,7 @@ class Peers:
     def _neighbours(self, seconds: float) -> Iterator[dict[str, Any]]:
         """The first rank's work while all compute, and while the others wait for it, in rounds."""
         control, work = self.groups[self.world][1], self._work()
-        together = Together(control)
+        together, seconds = Together(control), self.told(seconds, control)  # so that all take as many samples
         end = time.perf_counter() + seconds
         typical = self.told(timed(work, seconds / 5, "cpu", together).median, control)
         runs = max(1, round(TURN / typical))
