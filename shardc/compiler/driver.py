@@ -158,7 +158,7 @@ def keep_gathered(graph: Graph, options: Options) -> None:
     """
     store = options.store
     graph.gathers_once = store.zero in (1, 2) and not store.bound and not graph.is_forward_only
-    graph.gathers_once = graph.gathers_once and bool(in_first_microbatch(graph))
+    graph.gathers_once = bool(in_first_microbatch(graph))  # is there any?
 
 
 def distribute(

@@ -155,7 +155,7 @@ class _Costs:
         if name.startswith("shardc.scan"):
             return self._scan(node)
         made = self._made(node)
-        if not made and node not in self.unread:
+        if node.target is axis_offset or (not made and node not in self.unread):
             return NOTHING
         size = made + self.unread.get(node, 0)
         if (kernel := kernel_of(node.target, node.args)) is not None:

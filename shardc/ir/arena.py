@@ -32,7 +32,7 @@ from shardc.ir.buckets import layout_of, pieces, with_buckets, writes_out
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, results
 from shardc.ir.in_place import writes
-from shardc.ir.microbatch import before_microbatches, calls_as_run, in_first_microbatch, in_microbatch
+from shardc.ir.microbatch import before_microbatches, calls_as_run, in_microbatch
 from shardc.ir.ops.accumulate import SUMS
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.host_copies import ENDS
@@ -101,10 +101,8 @@ def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage
     excluded = {write.value for write in writes(body, of)} | set(members)
     excluded |= {call for call in calls if call.target in SUMS}  # which later microbatches add to
     until = _read_until(body, calls, of)
-    early, once = before_microbatches(body), in_first_microbatch(body)
-    repeated = in_microbatch(body) | once
-    of_microbatch = [index for index, call in enumerate(calls) if call in repeated]
-    last_microbatch = max(of_microbatch, default=0)
+    early, repeated = before_microbatches(body), in_microbatch(body)
+    last_microbatch = max((index for index, call in enumerate(calls) if call in repeated), default=0)
     has_kernels = any(map(_is_kernel, calls))
     first: dict[fx.Node, int] = {}  # flat tensor -> where its first member is made
     slots: list[Slot] = []
@@ -119,10 +117,8 @@ def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage
             values = []
         for value in values:
             born, dies, size = first.get(value, index), until.get(value, index), of[value].bytes
-            if dies is not None and (call in early or call in once):  # each microbatch may read it
+            if dies is not None and call in early:  # each microbatch may read it
                 dies = max(dies, last_microbatch)
-            if call in once:  # later ones from their beginning
-                born = min(born, of_microbatch[0])
             if dies is not None and value not in excluded and of[value].value is value and 0 < size <= LARGEST:
                 slots.append(Slot(value, born, dies, _rounded(size, ALIGNMENT if size < LINE else LINE)))
     return sorted(slots, key=lambda slot: slot.born)

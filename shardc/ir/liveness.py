@@ -75,7 +75,9 @@ def lives(
     for index, call in enumerate(calls):
         phase, sources = info(call).phase, call.all_input_nodes
         of_weights = bool(sources) and weights.issuperset(sources)
-        read = times.read[index] if times is not None else begin - 1 if call in first else index
+        read = index if times is None else times.read[index]
+        if call in first:  # before the last microbatch
+            read = begin - 1
         for source in sources:
             life = life_of.get(of[source])
             if life is not None:

@@ -53,7 +53,7 @@ def replay(lists: RankLists, costs: Costs | None = None) -> Timeline:
     return Timeline(len(lists.ranks), tuple(sorted(state.events, key=lambda e: (e.start, e.rank))), state.peak_bytes())
 
 
-STILL = 20  # times that the end of work is computed anew, by the end before
+ROUNDS = 20  # of finding when work ends beside transfers, each by the end before
 
 
 class _Transfer(NamedTuple):
@@ -141,10 +141,9 @@ class _ReplayState:
         """When work ends that would take so long alone: transfers of this rank's run beside it."""
         under_way, end = self.sent[rank], start + seconds
         if under_way:
-            for _ in range(STILL):  # what it takes longer, it is longer beside them
-                longer = start + seconds + sum(transfer.beside(start, end) for transfer in under_way)
-                end, longer = longer, longer - end
-                if longer <= 1e-9 * seconds:
+            for _ in range(ROUNDS):  # what it takes longer, it is longer beside them
+                before, end = end, start + seconds + sum(transfer.beside(start, end) for transfer in under_way)
+                if end - before <= 1e-9 * seconds:
                     break
             self.sent[rank] = [transfer for transfer in under_way if transfer.end > end]
         if self.in_line:

@@ -3,6 +3,7 @@ numbers, fewer bytes, memory as reported."""
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from typing import Any
 
@@ -13,11 +14,16 @@ from torch import fx, nn
 import shardc
 from benchmarks.gpt import GPT
 from shardc.cost.memory import memory
+from shardc.explain import what_if
+from shardc.explain.collective import bound_of, options_of
 from shardc.ir import microbatch
-from shardc.ir.collectives import Collective
-from shardc.ir.graph import Graph, info, op_name, operands
+from shardc.ir.buckets import pieces
+from shardc.ir.collectives import Collective, collectives
+from shardc.ir.graph import Graph, info, op_name, operands, update
 from shardc.ir.microbatch import before_microbatches, calls_as_run, crossing, in_first_microbatch, in_microbatch
-from shardc.ir.ops.buckets import PACK
+from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.buckets import PACK, UNPACK
+from shardc.ir.ops.collectives import all_gather
 from shardc.ir.parse import parse
 from shardc.ir.plain import graph_from_plain, graph_to_plain
 from shardc.partition import gather_hoisting
@@ -27,6 +33,7 @@ from shardc.runtime.execute.instructions import rank_context
 from shardc.schedule.instructions import Gather
 from tests.cost.test_memory import measured
 from tests.cost.test_memory_calls import check
+from tests.handmade import Builder, aten
 
 MODEL = {"vocab": 64, "width": 32, "heads": 4, "layers": 2, "seq": 8}
 TP = {"params": {"wte.weight": "tp, -", "**.qkv.weight": "3*tp, -", "**.up.weight": "tp, -"}}
@@ -202,8 +209,14 @@ def test_kept_weights_are_gathered_once_a_step(layout: str, more: dict[str, Any]
     check(program.body)
 
 
-def test_only_the_first_microbatch_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted as a rank runs them: begun once and waited for once, however many microbatches find the results."""
+def test_advice_counts_what_is_gathered_once() -> None:
+    program = compiled("zero1", bucket=False)
+    found = what_if.compiled(program.reference, bound_of(program), options_of(program), collectives)
+    assert {one.times for one in found if one.kind == "all_gather"} == {1}
+
+
+def test_only_the_first_microbatch_gathers() -> None:
+    """By a rank's code: begun once and waited for once, however many microbatches find the results."""
     program = compiled("zero1", bucket=False)
     body = program.body
     executor = BodyCode(body, rank_context(program.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
@@ -223,6 +236,7 @@ def test_what_backward_gathers_again_is_gathered_by_each_microbatch() -> None:
     program = compiled("zero1", storage=storage)
     assert {one.times for one in gathers(program)} == {4}
     assert "gathers(1)" not in program.text()
+    assert "gathers(1)" not in compiled("zero1", precision=None).text(), "which gathers none"
     again = compiled("zero1", bucket=False, recompute={"mode": "full", "collectives": True})
     times = Counter(one.times for one in gathers(again))
     assert times[4] > 2, "forward's and backward's of the layers that are recomputed"
@@ -250,8 +264,69 @@ def test_whole_weights_are_held_until_the_last_microbatch_ends() -> None:
     program.body.gathers_once = False
     check(program.body)
     each = memory(program.body, overlap=True).peak
-    assert 0 <= once - each <= 2 * sum(p.numel() for p in model.parameters())
+    embedding = 2 * model.embed.weight.numel()
+    assert embedding / 2 < once - each <= embedding + 2 * sum(p.numel() for p in model.head.parameters())
     assert program.verify()
+
+
+def test_an_evaluation_lets_go_of_weights() -> None:
+    """Each of its microbatches gathers them: it never held more than some, and nothing is computed with them again."""
+    torch.manual_seed(0)
+    mesh, plan = LAYOUTS["zero1"]
+    batch = {name: torch.randint(64, (8, 8)) for name in ("input_ids", "labels")}
+    plan = {"precision": "bf16", "accumulate": 4, **plan}
+    program = shardc.compile(GPT(**MODEL), batch, mesh=mesh, plan=plan, mode="eval")
+    assert program.body.is_forward_only
+    assert program.body.microbatches == 4
+    assert not program.body.gathers_once
+    assert program.verify()
+
+
+def gathered_twice(returned: bool) -> Graph:
+    """A weight whose cast is gathered along cp, and that along dp, for a product of each of four microbatches."""
+    builder = Builder(shardc.Mesh(dp=2, cp=2))
+    w, x = builder.input("w", "f32[8@dp.cp, 4]"), builder.input("x", "f32[4, 8]", "input")
+    cast = builder.call("cast", "bf16[8@dp.cp, 4]", aten._to_copy.default, w, dtype=torch.bfloat16)
+    part = builder.call("part", "bf16[8@dp, 4]", all_gather, cast, ["cp"], [2, 4], 0, 2, [4, 4])
+    whole = builder.call("whole", "bf16[8, 4]", all_gather, part, ["dp"], [4, 4], 0, 2, [8, 4])
+    wide = builder.call("wide", "f32[8, 4]", aten._to_copy.default, whole, dtype=torch.float32)
+    y = builder.call("y", "f32[4, 4]", aten.mm.default, x, wide)
+    builder.output("loss", "loss", builder.call("total", "f32[4, 4]", ACCUMULATE, y))
+    if returned:
+        builder.output("output", "w", whole)
+    graph = builder.graph()
+    graph.microbatches, graph.gathers_once = 4, True
+    return graph
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_what_is_gathered_along_two_axes_and_what_is_returned(returned: bool) -> None:
+    """The second gather reads what the first has made. A gather whose result is an output is each microbatch's."""
+    graph = gathered_twice(returned)
+    once, each = ({info(call).name for call in calls} for calls in (in_first_microbatch(graph), in_microbatch(graph)))
+    assert once == ({"part"} if returned else {"part", "whole"})
+    assert each & {"part", "whole", "wide", "y"} == {"part", "whole", "wide", "y"} - once
+
+
+def test_what_the_first_microbatch_unpacks_is_no_piece_of_a_later_one() -> None:
+    """A bucket that each microbatch packs anew cannot have a member that one of them alone has made."""
+    builder = Builder(shardc.Mesh(dp=2))
+    w, x = builder.input("w", "f32[16@dp]"), builder.input("x", "f32[16]", "input")
+    cast = builder.call("cast", "bf16[16@dp]", aten._to_copy.default, w, dtype=torch.bfloat16)
+    flat = builder.call("flat", "bf16[(2@dp 8)]", PACK, [cast], [1], [8], 1, 8)
+    whole = builder.call("whole", "bf16[(2 8)]", all_gather, flat, ["dp"], [8], 0, 16, [16])
+    made = builder.call("member", None, UNPACK, whole, [1], [8], 2, 8, [16], [16], [1])
+    update(made, results=(builder.type("bf16[16]"),))
+    member = builder.call("member.0", "bf16[16]", operator.getitem, made, 0)
+    again = builder.call("again", "bf16[16]", PACK, [member], [1], [16], 1, 8)
+    y = builder.call("y", "bf16[16]", aten.mul.Tensor, again, x)
+    builder.output("loss", "loss", builder.call("total", "bf16[16]", ACCUMULATE, y))
+    graph = builder.graph()
+    graph.microbatches = 4
+    assert set(pieces(graph)) >= {cast, member}
+    graph.gathers_once = True
+    assert in_first_microbatch(graph) == {whole, made}
+    assert set(pieces(graph)) == {cast}
 
 
 def test_text_and_file_keep_that_weights_are_gathered_once() -> None:

@@ -142,6 +142,7 @@ def held_by_a_rank(body: Graph, *, placed: bool) -> tuple[dict[Key, int], int]:
         arena = Arena({body: planned(body)}, CPU) if placed else None
         executor = BodyCode(body, rank_context(body.mesh, 0, comm), 0, CPU, arena)
         first = note if body.microbatches == 1 else first_of_several
+        executor._before = metered(executor._before, meter, note)
         executor._first_microbatch = metered(executor._first_microbatch, meter, first)
         executor._later_microbatches = metered(executor._later_microbatches, meter, note)
         executor._once_per_step = metered(executor._once_per_step, meter, note)

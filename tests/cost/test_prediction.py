@@ -15,6 +15,7 @@ from shardc.cost.profile import CallTime, Profile
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.hardware import Hardware
 from shardc.plan.hardware import hardware
+from shardc.schedule.instructions import Forward
 
 FLAT = Hardware(
     bf16_flops_per_second=1e12,
@@ -82,6 +83,24 @@ def test_transfers_between_stages_wait_for_the_slower_rank() -> None:
     late = [1e3 * (jitter * work) ** 0.5 for work in (forward, 2 * forward)]
     slow = program.predict(fast.changed({"meetings": {"jitter_seconds": jitter}}))
     assert slow.step_ms - program.predict(fast).step_ms == pytest.approx(sum(late), rel=2e-2)
+
+
+def test_transfers_between_stages_take_the_cores_of_the_work_beside_them() -> None:
+    """Of two microbatches, the first stage sends the first while it computes the second, which takes longer by that."""
+    plan = {"pipeline": {"microbatches": 2, "schedule": "gpipe", "split": ["layers.2"]}}
+    program = shardc.compile(Trained(4), torch.randn(128, 256), mesh=shardc.Mesh(pp=2), plan=plan)
+    host = dataclasses.replace(FLAT, link_bytes_per_second=1e12)
+    moving = 64 * 256 * 4 / 1e12
+    for switch in (0.0, 1e-8):
+        contention, taken = {"cores": 0.5, "switch_seconds": switch}, 0.5 * moving + switch
+        plain, shared = program.predict(host), program.predict(host.changed({"contention": contention}))
+        forwards = [
+            [e.end - e.start for e in one.timeline.events if e.rank == 0 and isinstance(e.instruction, Forward)]
+            for one in (plain, shared)
+            if one.timeline is not None
+        ]
+        assert [b - a for a, b in zip(*forwards, strict=True)] == pytest.approx([0.0, taken], rel=5e-2, abs=1e-12)
+        assert shared.step_ms > plain.step_ms
 
 
 def test_kernels_are_faster_while_neighbours_wait() -> None:

@@ -14,6 +14,7 @@ from shardc.cost.streams import ADDITION, COMPUTE, Timed, run
 from shardc.ir.graph import Graph, info, operands
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.local import axis_offset
 from tests.handmade import Builder, aten
 
 SIZE = 64
@@ -282,16 +283,21 @@ def test_calls_after_kernels_that_fill_the_caches() -> None:
     a view what a call does; and a view of a parameter nothing."""
     builder = Builder(MESH)
     x, w = builder.input("x", TYPE, "input"), builder.input("w", TYPE)
+    table = builder.input("table", TYPE, "buffer")
     y = builder.call("y", TYPE, aten.neg.default, x)  # moves 32 KiB, as much as fills the caches
     row = builder.call("row", f"f32[1, {SIZE * SIZE}]", aten.view.default, y, [1, SIZE * SIZE])
     back = builder.call("back", TYPE, aten.view.default, row, [SIZE, SIZE])
     z = builder.call("z", TYPE, aten.neg.default, back)
     turned = builder.call("turned", TYPE, aten.t.default, w)
+    flipped = builder.call("flipped", TYPE, aten.t.default, table)  # of a buffer that stays
+    builder.call("offset", "i64[]", axis_offset, ["a"], [1])
     product = builder.call("product", TYPE, aten.mm.default, z, turned)
     small = builder.call("small", "f32[64]", aten.sum.dim_IntList, product, [0])
     for name in ("tiny", "again"):
         small = builder.call(name, "f32[64]", aten.neg.default, small)
+    both = builder.call("both", TYPE, aten.mm.default, flipped, turned)
     builder.output("output", "out", small)
+    builder.output("output", "both", both)
     products = [{"dtypes": ["float32"], "flops_per_second": 1e12}]
     hardware = with_tables(memory={0: 50e-6, 2**16: 50e-6, 2**30: 1.0}, products=products, calls=CALLS)
     found, costs = timed(builder.graph(), hardware)
@@ -299,24 +305,34 @@ def test_calls_after_kernels_that_fill_the_caches() -> None:
     after_small = 2e-6 + (40e-6 - 2e-6) * (2**14 + 256 - 4096) / (2**15 - 4096)
     assert seconds == pytest.approx(
         {
-            "y": 50e-6, "row": 40e-6, "back": 20e-6, "z": 30e-6, "turned": 0.0, "product": 50e-6,
-                "small": 50e-6,
-            "tiny": 50e-6 - (40e-6 - after_small), "again": 12e-6,
+            "y": 50e-6, "row": 40e-6, "back": 20e-6, "z": 30e-6, "turned": 0.0, "flipped": 0.0, "offset": 0.0,
+            "product": 50e-6, "small": 50e-6, "tiny": 50e-6 - (40e-6 - after_small), "again": 12e-6, "both": 12e-6,
         },
         rel=1e-2,
     )  # fmt: skip
     assert found.seconds == pytest.approx(sum(seconds.values()), rel=1e-3)
-    assert found.launches == 6
+    assert found.launches == 7
 
 
-def test_no_kernel_takes_less_than_a_call() -> None:
-    """Where a table says next to nothing of a kernel, it says nothing of calls either."""
-    drawn = Drawn()
-    drawn.product()
-    drawn.product()
-    quick = {node: cost.seconds for node, cost in timed(drawn.graph(), with_tables(calls=CALLS))[1].items()}
-    assert list(quick.values()) == [pytest.approx(PRODUCT)] * 2
+def test_no_kernel_takes_less_than_nothing() -> None:
+    """A product of which no table says that calling is in its time takes that time, whatever came before it."""
+    builder = Builder(MESH)
+    x, row = builder.input("x", TYPE, "input"), builder.input("row", "f32[64]", "input")
+    builder.output("output", "small", builder.call("small", "f32[64]", aten.neg.default, row))
+    builder.output("output", "y", builder.call("y", TYPE, aten.mm.default, x, x))
+    (_, small), (_, product) = timed(builder.graph(), with_tables(calls=CALLS))[1].items()
+    assert product.seconds == pytest.approx(PRODUCT)
+    assert 0 < small.seconds < 2e-6
     assert with_tables(calls=CALLS).changed({"memory_bytes_per_second": 1e9}).tables.calls.first is None
+
+
+def test_what_an_op_computes_comes_beside_its_call() -> None:
+    builder = Builder(MESH)
+    x = builder.input("x", TYPE, "input")
+    builder.output("output", "y", builder.call("y", TYPE, aten.gelu.default, x))
+    hardware = with_tables(memory={0: 40e-6, 2**30: 1.0}, elements={"gelu": 1e-8}, calls=CALLS)
+    (cost,) = timed(builder.graph(), hardware)[1].values()
+    assert cost.seconds == pytest.approx(40e-6 + 1e-8 * SIZE * SIZE)
 
 
 def test_a_hidden_collective_is_no_meeting() -> None:

@@ -527,6 +527,9 @@ def test_what_calls_take_beside_their_work() -> None:
     assert dict(fitted["calls"]["later"]) == pytest.approx({4096: 1e-6, 2**22: 20e-6})
     assert fitted["memory"][0] == (0, pytest.approx(40e-6)), "as much as a call takes, where it was 2.5 us at most"
     assert fitted["elements"] == {"gelu": pytest.approx(900e-6 / 2**18)}
+    late = tables([calls[-1], *ceiling, *elements])  # no time was left to measure a call that follows little
+    assert "calls" not in late
+    assert late["elements"] == {"gelu": pytest.approx(940e-6 / 2**18)}
 
 
 def test_the_whole_range_comes_first() -> None:

@@ -2,8 +2,8 @@
 
 A sample is several calls in a row where one is short: on a CPU longer than its scheduler's slices, so that what ranks
 that share cores wait for each other is in it, and of small collectives so many that leaving the barrier at different
-times does not count. What runs before each call, outside of its time, may leave the caches as a step does. Ranks
-that measure together agree beforehand on how many samples they take, begin each at a
+times does not count. What runs before each call, outside of its time, may leave the caches as a step does. Ranks that
+measure together agree beforehand on how many samples they take, begin each at a
 barrier, and the slowest rank's time counts.
 """
 
