@@ -30,7 +30,7 @@ from kernels_triton.match.op import kernel_of
 from shardc.cost.aten_kernels import COPIES, LAUNCHES, READS, REDUCTIONS, ROW_HELD, SELECTED, SHARES, WIDENING
 from shardc.cost.cache import Cache
 from shardc.cost.decomposed import decomposed_cost
-from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, node_flops
+from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, attention_tiles, node_flops
 from shardc.ir.arena import views
 from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.collectives import Collective, collective
@@ -80,18 +80,20 @@ class CallCost:
 NOTHING = CallCost("view", 0.0, 0)
 
 
-def call_costs(graph: Graph, hardware: Hardware, mesh: Mesh | None = None) -> dict[fx.Node, CallCost]:
+def call_costs(
+    graph: Graph, hardware: Hardware, mesh: Mesh | None = None, known: Layouts | None = None
+) -> dict[fx.Node, CallCost]:
     """The cost of every call of a localized graph. `mesh` is that of the whole job, which has the graph's axes: groups
-    lie in the network as its ranks do. By default it is the graph's own."""
-    return _Costs(graph, hardware, mesh or graph.mesh).all()
+    lie in the network as its ranks do. By default it is the graph's own. `known` are the graph's layouts, where the
+    caller knows them."""
+    return _Costs(graph, hardware, mesh or graph.mesh, known or layouts(graph)).all()
 
 
 class _Costs:
-    def __init__(self, graph: Graph, hardware: Hardware, mesh: Mesh) -> None:
-        self.graph, self.mesh = graph, mesh
+    def __init__(self, graph: Graph, hardware: Hardware, mesh: Mesh, known: Layouts) -> None:
+        self.graph, self.mesh, self.layouts = graph, mesh, known
         self.hardware = hardware.on(mesh)
-        self.layouts: Layouts = layouts(graph)
-        self.unread = unread_bytes(graph)
+        self.unread = unread_bytes(graph, known.operands)
         rate = self.hardware.tables.cache
         self.cache = None if rate is None else Cache(rate.bytes)
         self.elements = dict(self.hardware.tables.elements)
@@ -254,8 +256,12 @@ class _Costs:
         keys, width = self._operand(given(node)["k"]).shape[-2], self._operand(given(node)["q"]).shape[-1]
         if not total:
             return CallCost("attention", 0.0, 0)
-        seconds = self.hardware.attention_seconds(total, dtype, backward=backward, sequence=keys, width=width)
-        launches = 3 if backward else 1
+        tiles = attention_tiles(self.graph, node) if name in (*ROWS, *PARTS) else [(1.0, keys)]
+        seconds = sum(
+            self.hardware.attention_seconds(round(share * total), dtype, backward=backward, sequence=seen, width=width)
+            for share, seen in tiles
+        )
+        launches = (3 if backward else 1) * len(tiles)
         if name in PUT_TOGETHER:  # tiles' results are read, with those of the steps before, and written
             known = [v for key in SO_FAR.get(node.target, ()) for v in _values(given(node).get(key))]
             seconds += self._moving(2 * self._made(node) + sum(map(self._bytes, known)))

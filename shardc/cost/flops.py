@@ -32,7 +32,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.attention_keys import part_tiles
 from shardc.ir.ops.attention_rows import tiles_at
-from shardc.ir.ops.attention_tiles import Tile
+from shardc.ir.ops.attention_tiles import Tile, square
 from shardc.ir.ops.attention_tiles import pairs as pairs_of
 from shardc.ir.ops.attention_window import window_of
 from shardc.ir.ops.scan import sizes_of
@@ -64,23 +64,42 @@ def _ring(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, axes: Axes) ->
 def _rows(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, coordinate: Mapping[str, int] | None) -> int:
     """Of the tiles of a call, where one on the diagonal is what lies below it. Without a coordinate, of the rank that
     has most."""
-    axes = mesh.resolve(a["axes"])
-    places = [coordinate] if coordinate is not None else [mesh.coordinate(r) for r in mesh.group_of(0, axes)]
-    window = a.get("window", ())
-    told = (a["rows"], axes, a["step"], a["causal"], mesh)
-    met = (tiles_at(*told, place, window, a.get("keys", ""))[0] for place in places)
-    pairs = max(_pairs(tiles, window) for tiles in met)
+    pairs = _pairs(_tiles_of_rows(a, mesh, coordinate), a.get("window", ()))
     return math.prod(a["q"][:-2]) * pairs * (of_keys * a["q"][-1] + of_values * a["v"][-1])
 
 
 def _part(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, coordinate: Mapping[str, int] | None) -> int:
     """The same of the tiles between a rank's rows and its keys."""
-    lies = (a["rows"], mesh.resolve(a["row_axes"]), a["keys"], mesh.resolve(a["axes"]))
-    axes = (*lies[1], *lies[3])
-    places = [coordinate] if coordinate is not None else [mesh.coordinate(r) for r in mesh.group_of(0, axes)]
-    window = a.get("window", ())
-    pairs = max(_pairs(part_tiles(*lies, a["causal"], mesh, place, window), window) for place in places)
+    pairs = _pairs(_tiles_of_part(a, mesh, coordinate), a.get("window", ()))
     return math.prod(a["q"][:-2]) * pairs * (of_keys * a["q"][-1] + of_values * a["v"][-1])
+
+
+def _tiles_of_rows(a: Arguments, mesh: Mesh, coordinate: Mapping[str, int] | None) -> Sequence[Tile]:
+    axes, window = mesh.resolve(a["axes"]), a.get("window", ())
+    told = (a["rows"], axes, a["step"], a["causal"], mesh)
+    met = [tiles_at(*told, place, window, a.get("keys", ""))[0] for place in _places(mesh, axes, coordinate)]
+    return max(met, key=lambda tiles: _pairs(tiles, window))
+
+
+def _tiles_of_part(a: Arguments, mesh: Mesh, coordinate: Mapping[str, int] | None) -> Sequence[Tile]:
+    lies, window = (a["rows"], mesh.resolve(a["row_axes"]), a["keys"], mesh.resolve(a["axes"])), a.get("window", ())
+    places = _places(mesh, (*lies[1], *lies[3]), coordinate)
+    met = [part_tiles(*lies, a["causal"], mesh, place, window) for place in places]
+    return max(met, key=lambda tiles: _pairs(tiles, window))
+
+
+def _places(mesh: Mesh, axes: Axes, coordinate: Mapping[str, int] | None) -> Sequence[Mapping[str, int]]:
+    return [coordinate] if coordinate is not None else [mesh.coordinate(rank) for rank in mesh.group_of(0, axes)]
+
+
+def attention_tiles(body: Graph, node: fx.Node) -> list[tuple[float, int]]:
+    """The kernels of a call of attention over divided rows or keys, a tile each, on the rank that has most: each one's
+    share of the call's operations, and its keys."""
+    args = given(node)
+    find = _tiles_of_rows if op_name(node.target) in ROWS else _tiles_of_part
+    tiles = square(find(args, body.mesh, None))
+    met = [pairs_of(tile, bool(args.get("window", ()))) for tile in tiles]
+    return [(pairs / sum(met), tile.keys) for tile, pairs in zip(tiles, met, strict=True) if pairs]
 
 
 def _pairs(tiles: Sequence[Tile], window: Sequence[int]) -> int:

@@ -76,9 +76,10 @@ def operand_layouts(body: Graph) -> dict[fx.Node, Operand]:
     return layouts(body).operands
 
 
-def unread_bytes(body: Graph) -> dict[fx.Node, int]:
-    """Bytes of unread results, by call of several results, as far as torch can infer the layout."""
-    operand_of = operand_layouts(body)
+def unread_bytes(body: Graph, operand_of: dict[fx.Node, Operand] | None = None) -> dict[fx.Node, int]:
+    """Bytes of unread results, by call of several results, as far as torch can infer the layout. `operand_of` are the
+    operands of the body, where the caller knows them."""
+    operand_of = operand_layouts(body) if operand_of is None else operand_of
     sizes: dict[fx.Node, int] = {}
     for node in body.calls():
         if info(node).type is None:

@@ -205,3 +205,33 @@ def test_parts_of_attention_are_put_together_in_memory() -> None:
         assert costs[node].seconds == pytest.approx(computed + (2 * made + before) / 1e12)
         steps.add(arguments["step"])
     assert steps == {0, 1}
+
+
+class Causal(torch.nn.Module):
+    """An attention that is causal, of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+@pytest.mark.parametrize(("attention", "kernels"), [("all_gather", [3, 3]), ("ring", [1, 1, 1, 1])])
+def test_each_tile_of_attention_starts_anew(attention: str, kernels: list[int]) -> None:
+    """Of a sequence whose first and last parts a rank has: both diagonals, and what the last one sees before them."""
+    start, rate = 1e-3, {"dtypes": ["float32"], "flops_per_second": 1e12}
+    rates = [{**rate, "backward": backward} for backward in (False, True)]
+    plan = {"inputs": {"*": "-, cp"}, "context": {"attention": attention, "balance": "zigzag"}}
+    body = shardc.compile(Causal(), torch.randn(2, 16, 8), mesh="cp=2", plan=plan).body
+    at_once, started = (
+        call_costs(body, Hardware.of({"attention": [{**rate, "start_seconds": s} for rate in rates]}))
+        for s in (0.0, start)
+    )
+    calls = [node for node in body.calls() if node.target in SO_FAR]
+    more = [started[node].seconds - at_once[node].seconds for node in calls]
+    assert more == [pytest.approx(count * start) for count in kernels]
+    launches = [1 + count for count in kernels[: len(kernels) // 2]]  # and what puts them together
+    assert [at_once[node].launches for node in calls] == [*launches, *(3 * n for n in launches)]

@@ -39,11 +39,11 @@ from shardc.ir.call_slots import slotted_calls
 from shardc.ir.collectives import collective
 from shardc.ir.graph import Graph, info, op_name, operands, producer
 from shardc.ir.hardware import DEFAULT, Hardware
-from shardc.ir.microbatch import before_microbatches, in_microbatch
+from shardc.ir.microbatch import sections
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.exchange import EXCHANGES
 from shardc.ir.overlap_schedule import PASS_ON, sums_gradients
-from shardc.ir.storages import layouts
+from shardc.ir.storages import Storage, layouts
 from shardc.passes.base import Pass
 
 
@@ -63,15 +63,17 @@ class LateGradients(Pass):
         return self._behind_collectives(_casts_late(graph)) if self.enabled else graph
 
     def _behind_collectives(self, graph: Graph) -> Graph:
-        inside, early = in_microbatch(graph), before_microbatches(graph)
+        early, inside, _ = sections(graph)
         nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
         order = sorted(nodes, key=lambda node: 0 if node in early else 1 if node in inside else 2)
         movable = Movable.of([node for node in order if node in inside])
         if not movable.products or not movable.awaited:
             return graph
         if self.by_time:
-            costs = call_costs(graph, self.hardware)
-            room, read = _room(graph, order, self.growth), _read_alone(graph, order, movable)
+            known = layouts(graph)
+            costs = call_costs(graph, self.hardware, known=known)
+            room = _room(graph, order, self.growth, known.storages)
+            read = _read_alone(graph, order, movable, known.storages)
         else:
             costs = {node: _counted(graph, node) for node in order}
             room, read = [math.inf] * len(order), dict.fromkeys(movable.products, ())
@@ -254,9 +256,9 @@ class _Assignment:
         return True
 
 
-def _room(graph: Graph, order: Sequence[fx.Node], growth: float) -> list[float]:
+def _room(graph: Graph, order: Sequence[fx.Node], growth: float, storage_of: dict[fx.Node, Storage]) -> list[float]:
     """How many bytes more than it does a body may hold at each place of the order."""
-    report = memory(graph, listed=False)
+    report = memory(graph, listed=False, storage_of=storage_of)
     allowed = (1 + growth) * report.peak - report.stored
     held = {call.node: report.timeline[index] for index, call in enumerate(slotted_calls(graph).calls)}
     room, last = list[float](), 0
@@ -266,9 +268,10 @@ def _room(graph: Graph, order: Sequence[fx.Node], growth: float) -> list[float]:
     return room
 
 
-def _read_alone(graph: Graph, order: Sequence[fx.Node], movable: Movable) -> dict[fx.Node, list[tuple[int, int]]]:
+def _read_alone(
+    graph: Graph, order: Sequence[fx.Node], movable: Movable, storage_of: dict[fx.Node, Storage]
+) -> dict[fx.Node, list[tuple[int, int]]]:
     """Of each product, the storages that it reads: the place behind which no other call does, and the bytes."""
-    storage_of = layouts(graph).storages
     last: dict[fx.Node, int] = {}
     for index, node in enumerate(order):
         for value in node.all_input_nodes if node not in movable.products else ():
