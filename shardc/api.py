@@ -740,12 +740,7 @@ class Program(PredictedProgram):
 
     def refuse(self, plan: Plan, mesh: Mesh, strict: bool) -> None:
         """Raise for a budget that is exceeded, by the axes of the user's mesh, and under strict for every warning."""
-        spent: dict[str, int] = {}
-        for c in self.staged.coordinate_range:  # the rank that sends most
-            sent = rank_costs.bytes_sent_by_axis(self.staged, c, mesh)
-            sent[TOTAL] = rank_costs.total_bytes_sent(self.staged, c)
-            spent |= {axis: max(size, spent.get(axis, 0)) for axis, size in sent.items()}
-        found: list[Diagnostic] = list(plan.over_budget(spent, mesh))
+        found: list[Diagnostic] = list(plan.over_budget(rank_costs.most_sent(self.staged, mesh, TOTAL), mesh))
         if strict:
             found += [d for d in self.diagnostics if d.severity == "warning"]
         if found:

@@ -15,10 +15,10 @@ from shardc.cli.summary import (
     collectives_by_layer,
     communication,
     communication_table,
-    decomposed,
     in_buckets,
     local_graph,
     parameters,
+    predicted_choices,
     table_of,
     work,
 )
@@ -52,7 +52,7 @@ def pipeline_summary(program: Program) -> list[RenderableType]:
         f"{parameters(program)} (the fullest)",
         f"{work(program.flops())} (the busiest)",
         *in_buckets(program, dict.fromkeys(graph for graph, _ in rank_costs.graph_runs(pipelined, busiest))),
-        *decomposed(program),
+        *predicted_choices(program),
         batch_line(program),
     ]
     return [

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kernels_triton.match.op import KERNELS
 from shardc.compiler.decompose_auto import DecomposeChoice
+from shardc.compiler.split_auto import SplitChoice
 from shardc.compiler.what_varies import batch_line
 from shardc.cost.beside import beside
 from shardc.cost.flops import Flops, flops, human_flops
@@ -54,7 +55,7 @@ def summary(program: PredictedProgram) -> list[RenderableType]:
         *in_buckets(program, [program.body]),
         *offloaded(program),
         *overlap(program),
-        *decomposed(program),
+        *predicted_choices(program),
         *replayed(program),
         *fusion(program),
         batch_line(program),
@@ -115,9 +116,10 @@ def replayed(program: PredictedProgram) -> list[str]:
     return [f'{choice}; on by launch(graphs="auto")'] if choice.replayed else []
 
 
-def decomposed(program: Program) -> list[str]:
-    """What was predicted of decomposed products, where the plan left it to that."""
-    return [str(DecomposeChoice(*program.plan["decompose"]))] if "decompose" in program.plan else []
+def predicted_choices(program: Program) -> list[str]:
+    """What was predicted of halves of the batch and of decomposed products, where the plan left it to that."""
+    of_batch = [str(SplitChoice(*program.plan["halves"]))] if "halves" in program.plan else []
+    return of_batch + ([str(DecomposeChoice(*program.plan["decompose"]))] if "decompose" in program.plan else [])
 
 
 def host_reads(program: Program) -> list[str]:

@@ -75,11 +75,11 @@ def bind_passes(plan: Plan, hardware: Hardware, options: Options, split: Iterabl
         keys=MergeKeys(plan.context.axis, plan.context.keys, plan.context.attention, hardware),
         assign=Assign(plan.experts.dispatch, hardware),
         recompute=Recompute(
-            **plan.recompute.model_dump(), hardware=hardware, halves=plan.overlap.split, offload=offload
+            **plan.recompute.model_dump(), hardware=hardware, halves=plan.overlap.parts, offload=offload
         ),
         offload=offload,
         states=OffloadStates(plan.offload.optimizer, plan.offload.least, hardware),
-        split=SplitBatch(plan.overlap.split > 1 and bool(split), frozenset(split), hardware, by_time=not plan.symbols),
+        split=SplitBatch(plan.overlap.parts > 1 and bool(split), frozenset(split), hardware, by_time=not plan.symbols),
         align=Align(plan.align, hardware),
         late=LateGradients(plan.overlap.late_gradients, hardware, by_time=not plan.symbols),
         decompose=Decompose(plan.overlap.decompose is True, any_size=bool(plan.symbols)),

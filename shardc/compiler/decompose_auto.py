@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardc.cost.prediction import Prediction
 from shardc.ir.graph import Graph, type_of
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
@@ -68,7 +69,11 @@ def _decomposed(graphs: Iterable[Graph]) -> Iterable[Graph]:
 def choose(whole: StagedProgram, decomposed: StagedProgram, reference: Graph, hardware: Hardware) -> DecomposeChoice:
     """The choice between two finished steps. `reference` is that of both."""
     before, after = (predict(step, reference, hardware) for step in (whole, decomposed))
+    return DecomposeChoice(pays(before, after), before.step_ms, after.step_ms)
+
+
+def pays(before: Prediction, after: Prediction) -> bool:
+    """Whether a step is shorter than another by more than the margin, what the host takes left out, and fits."""
     saved, saved_by_host = before.step_ms - after.step_ms, before.idle_ms - after.idle_ms
     faster = min(saved, saved - saved_by_host) > MARGIN * before.step_ms
-    fits = after.peak_bytes <= (1 + MORE_MEMORY) * before.peak_bytes
-    return DecomposeChoice(faster and fits, before.step_ms, after.step_ms)
+    return faster and after.peak_bytes <= (1 + MORE_MEMORY) * before.peak_bytes

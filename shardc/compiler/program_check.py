@@ -175,9 +175,14 @@ def _traffic(value: object) -> bool:
     return len(pairs) == 2 and all(isinstance(v, list) and len(v) == 2 and all(map(_whole, v)) for v in pairs)
 
 
-def _decompose(value: object) -> bool:
+def _choice(value: object) -> bool:
     said: Any = value if isinstance(value, list | tuple) else ()
     return len(said) == 3 and isinstance(said[0], bool) and all(map(_number, said[1:]))
+
+
+def _halves(value: object) -> bool:
+    said: Any = value if isinstance(value, list | tuple) else ()
+    return len(said) == 4 and _choice(said[:3]) and isinstance(said[3], str)
 
 
 def _state(value: object) -> bool:
@@ -249,7 +254,8 @@ RECORD: Mapping[str, Callable[[object], bool]] = {
     "context": _context,
     "experts": _experts,
     "fused_on": lambda value: isinstance(value, str),
-    "decompose": _decompose,
+    "decompose": _choice,
+    "halves": _halves,
     "traffic": _traffic,
     "state": _state,
 }

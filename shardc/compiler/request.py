@@ -34,6 +34,7 @@ from shardc.compiler.driver import CompiledGraphs, Task, compile_step
 from shardc.compiler.fusion_default import with_fusion
 from shardc.compiler.pass_pipeline import Options, Watch
 from shardc.compiler.pipelining import tensor_mesh
+from shardc.compiler.split_auto import Splitting
 from shardc.compiler.step_plan import Held, bound_step
 from shardc.frontend.evaluation_mode import evaluating
 from shardc.frontend.optimizer import AppendUpdates
@@ -53,7 +54,6 @@ from shardc.passes.normalize.limit_experts import LOAD, LimitExperts
 from shardc.passes.normalize.quantize import Quantize
 from shardc.passes.sharding.dispatch import layers_of_experts
 from shardc.passes.sharding.seed import Bound
-from shardc.plan.clipping import Clipping
 from shardc.plan.overlap import AUTO
 from shardc.plan.schema import Plan
 from shardc.runtime.execute.batch import describe_sample, leaves_of
@@ -129,18 +129,48 @@ class Compiled:
 def compiled(request: Request) -> Compiled:
     """Compile what is asked for. Raises ShardcError with every problem found."""
     request.check()
-    model, optimizer, trains = request.model, request.optimizer, request.trains
+    model, trains = request.model, request.trains
     plan, fused_on = with_fusion(collect_plan(model, request.plan), model, request.batch)
     if not request.updates:
         plan = plan.model_copy(
             update={"clip_grad_norm": None, "nonfinite": None, "experts": plan.experts.without_refusal}
         )
     if request.like is not None or not trains:
-        plan = plan.model_copy(update={"overlap": plan.overlap.without_split})
+        plan = plan.model_copy(update={"overlap": plan.overlap.in_parts(1)})
     if request.like is not None:
         plan = _in_parts(plan, request)
     if plan.clip_grad_norm is not None and trains and request.optimizer is None:
-        _refuse_clipped(plan.clip_grad_norm)
+        plan.clip_grad_norm.refuse_returned()
+    if plan.overlap.split != AUTO:
+        return _compiled(request, plan, fused_on)
+    return _predicted_faster(request, plan, fused_on)
+
+
+def _predicted_faster(request: Request, plan: Plan, fused_on: str) -> Compiled:
+    """In halves or whole: see `compiler.split_auto`."""
+    ways: dict[int, Compiled] = {}
+
+    def way(parts: int, *, watched: bool = False) -> Compiled:
+        decided = plan.model_copy(update={"overlap": plan.overlap.in_parts(parts)})
+        asked = replace(request, watch=request.watch if watched else None)
+        ways[parts] = _compiled(asked if parts == 1 else replace(asked, traced=None), decided, fused_on)
+        return ways[parts]
+
+    try:
+        taken, choice = Splitting(plan, rows_of(request.batch)).chosen(way)
+    except ShardcError:
+        if request.watch is not None and not ways:
+            way(1, watched=True)  # which shows how far it comes, and raises the same
+        raise
+    if request.watch is not None:  # the passes of one way are shown
+        taken = way(taken.plan.overlap.parts, watched=True)
+    taken.record["halves"] = list(choice)
+    return taken
+
+
+def _compiled(request: Request, plan: Plan, fused_on: str) -> Compiled:
+    """A plan of which nothing is left open but whether products are decomposed."""
+    model, optimizer, trains = request.model, request.optimizer, request.trains
     mesh = read_mesh(request.mesh if request.mesh is not None else plan.mesh)
     placed = tensor_mesh(plan, mesh)
     micro = split(request.batch, plan.microbatches)[0]
@@ -272,17 +302,6 @@ def _refuse_divided(request: Request, reference: Graph, count: int) -> None:
         if not any(t.is_meta or is_fake(t) for t in part.tensors):
             feed = dict(zip(part.names, part.tensors, strict=True))
             assumptions.check(feed, f": microbatch {place} of the sample answers otherwise than microbatch 0")
-
-
-def _refuse_clipped(clipping: Clipping) -> None:
-    """Raise ShardcError (SC228), at the plan's line, where gradients that are returned would be clipped unasked."""
-    if not clipping.returned:
-        message = f"the plan clips gradients to the norm {clipping.norm:g}, and there is no optimizer that takes them"
-        hint = (
-            f"pass optimizer= to compile, or --optimizer; clip_grad_norm: {{norm: {clipping.norm:g}, returned: true}} "
-            "clips the gradients that a step returns"
-        )
-        raise ShardcError(clipping.located(Diagnostic("SC228", message, hint=hint)))
 
 
 def _in_parts(plan: Plan, request: Request) -> Plan:

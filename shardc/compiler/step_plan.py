@@ -34,7 +34,7 @@ def step_plan(plan: Plan) -> Plan:
         placement = Placement(rows.placement.dims[:1])
         inputs = {name: Annotation(name, placement, rows.origin) for name in ROWS}
     changed: dict[str, object] = {"inputs": inputs, "outputs": {}, "strict": False, "budget": {}, "accumulate": 1}
-    changed["overlap"] = plan.overlap.without_split
+    changed["overlap"] = plan.overlap.in_parts(1)
     if plan.pipeline is not None:
         changed["pipeline"] = plan.pipeline.model_copy(update={"microbatches": 1})
     return plan.model_copy(update=changed)

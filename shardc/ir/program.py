@@ -82,6 +82,7 @@ class PlanRecord(TypedDict, total=False):
     experts: Sequence[Sequence[Any]]  # of `passes.sharding.dispatch.layers_of_experts`
     fused_on: str  # where the plan leaves `fuse` open, and it is on: the GPU, in words
     decompose: Sequence[Any]  # of `compiler.decompose_auto.DecomposeChoice`, where the plan left it to a prediction
+    halves: Sequence[Any]  # of `compiler.split_auto.SplitChoice`, likewise of halves of a batch
     traffic: Sequence[Sequence[int]]  # kernels and bytes that move data, before and after fusion
 
 

@@ -108,6 +108,15 @@ def total_bytes_sent(program: StagedProgram, c: int) -> int:
     )
 
 
+def most_sent(program: StagedProgram, mesh: Mesh, total: str) -> dict[str, int]:
+    """Bytes that the rank which sends most sends in a step: by axis of the user's mesh; and in all, as `total`."""
+    most: dict[str, int] = {}
+    for c in program.coordinate_range:
+        sent = {**bytes_sent_by_axis(program, c, mesh), total: total_bytes_sent(program, c)}
+        most |= {axis: max(size, most.get(axis, 0)) for axis, size in sent.items()}
+    return most
+
+
 def _bytes_between_stages(program: StagedProgram, c: int) -> int:
     transferred = sum(i.bytes for i in program.lists.ranks[c] if isinstance(i, Send))
     return transferred + sum(stage_sum_bytes(program, c, i) for i in program.lists.ranks[c])

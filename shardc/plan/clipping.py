@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from shardc.ir.diagnostic import Diagnostic, error
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.plan.values import Flag, FrozenValue, Length
 
 KEY = "clip_grad_norm"
@@ -45,3 +45,13 @@ class Clipping(FrozenValue):
     def located(self, diagnostic: Diagnostic) -> Diagnostic:
         """The diagnostic, pointing at the key."""
         return self._written.source.locate(diagnostic, KEY)
+
+    def refuse_returned(self) -> None:
+        """Raise ShardcError (SC228), at the plan's line, where gradients that are returned would be clipped unasked."""
+        if not self.returned:
+            message = f"the plan clips gradients to the norm {self.norm:g}, and there is no optimizer that takes them"
+            hint = (
+                f"pass optimizer= to compile, or --optimizer; {KEY}: {{norm: {self.norm:g}, returned: true}} "
+                "clips the gradients that a step returns"
+            )
+            raise ShardcError(self.located(Diagnostic("SC228", message, hint=hint)))

@@ -20,14 +20,15 @@ class Overlapping(FrozenValue):
     """`late_gradients`: products that make gradients of weights run behind the collectives of backward; see
     passes/communication/late_gradients.py. `prefetch`: what gathers of parameters send is made when they may begin; see
     passes/communication/prefetch.py. `split`: in how many parts the batch runs, interleaved, 1 or 2; see
-    passes/communication/split_batch.py. `decompose`: whether products gather their operands, or scatter their results,
+    passes/communication/split_batch.py; `auto`: in two where a step is predicted to be faster so, see
+    compiler/split_auto.py. `decompose`: whether products gather their operands, or scatter their results,
     piece by piece; see passes/communication/decompose.py; `auto` where a step is predicted to be faster so, see
     compiler/decompose_auto.py. In short: false, which is nothing of this, or true, which
     leaves the batch and the products whole."""
 
     late_gradients: bool = True
     prefetch: bool = True
-    split: int = 1
+    split: int | Literal["auto"] = 1
     decompose: bool | Literal["auto"] = False
 
     @model_validator(mode="before")
@@ -43,9 +44,10 @@ class Overlapping(FrozenValue):
             if key not in cls.model_fields:
                 hint = did_you_mean(str(key), cls.model_fields, "keys of overlap")
                 raise _located(f"overlap has no key '{key}'", info, str(key), hint=hint)
-            if key == "split" and not (type(said) is int and said in (1, HALVES)):
-                hint = f"write overlap: {{split: {HALVES}}}, or leave it out; accumulate takes any number"
-                raise _located(f"'overlap.split' should be 1 or {HALVES}, not {said!r}", info, "split", hint=hint)
+            if key == "split" and said != AUTO and not (type(said) is int and said in (1, HALVES)):
+                hint = f"write overlap: {{split: {HALVES}}} or {{split: {AUTO}}}; accumulate takes any number"
+                message = f"'overlap.split' should be 1, {HALVES} or auto, not {said!r}"
+                raise _located(message, info, "split", hint=hint)
             if key in WORDS and not isinstance(said, bool) and (key, said) != ("decompose", AUTO):
                 words = "true, false or auto" if key == "decompose" else "true or false"
                 raise _located(f"'overlap.{key}' should be {words}, not {said!r}", info, str(key))
@@ -55,14 +57,19 @@ class Overlapping(FrozenValue):
         """As it is compiled, where `decompose` was left to a prediction."""
         return self.model_copy(update={"decompose": decompose})
 
+    def in_parts(self, split: int) -> Overlapping:
+        """In so many parts, whatever was said."""
+        return self.model_copy(update={"split": split})
+
     @property
-    def without_split(self) -> Overlapping:
-        return self.model_copy(update={"split": 1})
+    def parts(self) -> int:
+        """Of the batch; 1 where a prediction has not decided yet."""
+        return 1 if self.split == AUTO else int(self.split)
 
     def dumped(self) -> object:
         """As plain data, in its short form; None where it is the default."""
         off = {name: False for name in FLAGS if not getattr(self, name)}
-        said: dict[str, object] = {**off, **({"split": self.split} if self.split > 1 else {})}
+        said: dict[str, object] = {**off, **({"split": self.split} if self.split != 1 else {})}
         said |= {"decompose": self.decompose} if self.decompose else {}
         return False if len(off) == len(FLAGS) and len(said) == len(off) else said or None
 

@@ -248,7 +248,7 @@ class Plan(BaseModel):
     def microbatches(self) -> int:
         """The number of parts that a step's batch is split into: the pipeline's, or those that are accumulated, and of
         each its halves."""
-        return self.overlap.split * (self.accumulate if self.pipeline is None else self.pipeline.microbatches)
+        return self.overlap.parts * (self.accumulate if self.pipeline is None else self.pipeline.microbatches)
 
     @property
     def bucket_bytes(self) -> int:

@@ -15,7 +15,7 @@ from rich.console import Console
 import shardc
 from benchmarks.measured_models import SIZES
 from shardc.cli.pipeline_summary import pipeline_summary
-from shardc.cli.summary import decomposed, summary
+from shardc.cli.summary import predicted_choices, summary
 from shardc.compiler.decompose_auto import MARGIN, DecomposeChoice
 from shardc.cost.beside import beside
 from shardc.ir.diagnostic import ShardcError
@@ -204,7 +204,7 @@ def test_a_large_step_is_decomposed_where_that_is_predicted_to_be_faster(hardwar
     assert auto.text() == programs[pays].text()
     assert shardc.Plan.parse(auto.plan.get("text", "")).overlap.decompose is pays
     chosen, other = ("piece by piece", "whole") if pays else ("whole", "piece by piece")
-    (line,) = decomposed(auto)
+    (line,) = predicted_choices(auto)
     assert f"{chosen}, predicted {ms[pays]:.2f} ms a step, {other} {ms[not pays]:.2f}" in line
 
 
