@@ -15,6 +15,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from shardc.ir.gc_pause import gc_paused
 from shardc.ir.version import VERSION
 
 if TYPE_CHECKING:
@@ -101,8 +102,9 @@ _PARTS = {part.name for part in iter_modules(__path__)}  # the packages and modu
 
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
-        import_module("shardc.api")  # registers every op and rule, whichever name is asked for first
-        value = getattr(import_module(_HOME_OF[name]), name)
+        with gc_paused():
+            import_module("shardc.api")  # registers every op and rule, whichever name is asked for first
+            value = getattr(import_module(_HOME_OF[name]), name)
         globals()[name] = value
         return value
     if name in _PARTS:

@@ -17,7 +17,7 @@ from shardc.ir.call_slots import SlottedCalls, slotted_calls
 from shardc.ir.graph import Graph, Port, info
 from shardc.ir.in_flight import buffers_of
 from shardc.ir.liveness import Life, lives
-from shardc.ir.microbatch import calls_as_run, in_microbatch
+from shardc.ir.microbatch import sections
 from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
 from shardc.ir.ops.host_copies import on_host
 from shardc.ir.overlap_schedule import Action, Times, schedule_of, times_of
@@ -64,12 +64,12 @@ class Account:
 def account_of(graph: Graph, *, overlap: bool, storage_of: dict[fx.Node, Storage] | None = None) -> Account:
     """With overlap, the terms of a pipeline's sums (outputs of role "sum") are added as soon as they are made.
     `storage_of` are the storages of the graph, where the caller knows them."""
-    microbatch_nodes = in_microbatch(graph)
-    of = with_buckets(graph, storages(graph) if storage_of is None else storage_of)
+    run = sections(graph)
+    of = with_buckets(graph, storages(graph) if storage_of is None else storage_of, run)
     if not overlap:
-        calls = calls_as_run(graph)
+        calls = run.in_order(graph)
         order = tuple(range(len(calls)))
-        input_storages, call_lives = lives(graph, calls, microbatch_nodes, of)
+        input_storages, call_lives = lives(graph, calls, run, of)
         return Account.split(
             calls,
             of,
@@ -84,7 +84,7 @@ def account_of(graph: Graph, *, overlap: bool, storage_of: dict[fx.Node, Storage
     actions = [action for action in schedule_of(listed) if action.at not in listed.first]
     actions, added = with_additions(graph, listed, actions)
     times = times_of(actions, len(calls))
-    input_storages, call_lives = lives(graph, calls, microbatch_nodes, of, times)
+    input_storages, call_lives = lives(graph, calls, run, of, times)
     call_lives += buffers_of(graph, times, calls, call_lives)
     unread = unread_bytes(graph)
     for call, now in zip(calls, times.arrived, strict=True):

@@ -32,7 +32,7 @@ from shardc.ir.buckets import layout_of, pieces, with_buckets, writes_out
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, results
 from shardc.ir.in_place import writes
-from shardc.ir.microbatch import before_microbatches, calls_as_run, in_microbatch
+from shardc.ir.microbatch import Sections, sections
 from shardc.ir.ops.accumulate import SUMS
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.host_copies import ENDS
@@ -75,9 +75,9 @@ class Plan:
 
 def planned(body: Graph, most: int | None = None) -> Plan:
     """The plan of a localized body, of `most` bytes if it is to share an arena."""
-    calls = calls_as_run(body)
-    of = with_buckets(body, storages(body))
-    candidates = _candidates(body, calls, of)
+    run = sections(body)
+    of = with_buckets(body, storages(body), run)
+    candidates = _candidates(body, run, of)
     if not candidates:
         return Plan(())
     account = account_of(body, overlap=True)
@@ -95,13 +95,13 @@ def planned(body: Graph, most: int | None = None) -> Plan:
     return best
 
 
-def _candidates(body: Graph, calls: Sequence[fx.Node], of: dict[fx.Node, Storage]) -> list[Slot]:
+def _candidates(body: Graph, run: Sections, of: dict[fx.Node, Storage]) -> list[Slot]:
     """Slots for results of kernels that are not outputs, and for flat tensors, in order of birth."""
-    members = pieces(body)
-    excluded = {write.value for write in writes(body, of)} | set(members)
+    members, calls = pieces(body, run), run.in_order(body)
+    excluded = {write.value for write in writes(body, of, run)} | set(members)
     excluded |= {call for call in calls if call.target in SUMS}  # which later microbatches add to
     until = _read_until(body, calls, of)
-    early, repeated = before_microbatches(body), in_microbatch(body)
+    early, repeated, _ = run
     last_microbatch = max((index for index, call in enumerate(calls) if call in repeated), default=0)
     has_kernels = any(map(_is_kernel, calls))
     first: dict[fx.Node, int] = {}  # flat tensor -> where its first member is made

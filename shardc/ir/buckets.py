@@ -27,7 +27,7 @@ from kernels_triton.base.buckets import starts
 from kernels_triton.base.inplace import INTO, Into
 from shardc.ir.graph import Graph, op_name, operands, producer, type_of
 from shardc.ir.in_place import POINTWISE, out_variant
-from shardc.ir.microbatch import before_microbatches, in_first_microbatch
+from shardc.ir.microbatch import Sections, sections
 from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, SUMS, write_wgrad
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, unpack
 from shardc.ir.ops.collectives import all_reduce
@@ -71,11 +71,14 @@ def layout_of(body: Graph, pack: fx.Node) -> Layout | None:
     return Layout(pack, tuple(starts(columns, args["unit"])), shapes)
 
 
-def pieces(body: Graph) -> dict[fx.Node, Piece]:
-    """The members that are allocated in their buckets."""
+def pieces(body: Graph, run: Sections | None = None) -> dict[fx.Node, Piece]:
+    """The members that are allocated in their buckets. `run` says when calls run, where the caller knows it."""
     piece_of: dict[fx.Node, Piece] = {}
-    early, once = before_microbatches(body), in_first_microbatch(body)
-    for pack in body.calls_of(PACK):
+    packs = body.calls_of(PACK)
+    if not packs:
+        return piece_of
+    early, _, once = run or sections(body)
+    for pack in packs:
         if (layout := layout_of(body, pack)) is None:
             continue
         members = operands(pack)
@@ -102,9 +105,10 @@ def reduced_in_place(moved: fx.Node) -> bool:
     return flat.target is PACK and len(flat.users) == 1
 
 
-def with_buckets(body: Graph, of: dict[fx.Node, Storage]) -> dict[fx.Node, Storage]:
-    """The storage of every value, with members that are allocated in their buckets, and reduced there."""
-    placed = {value: of[piece.layout.pack] for value, piece in pieces(body).items()}
+def with_buckets(body: Graph, of: dict[fx.Node, Storage], run: Sections | None = None) -> dict[fx.Node, Storage]:
+    """The storage of every value, with members that are allocated in their buckets, and reduced there. `run`: as in
+    `pieces`."""
+    placed = {value: of[piece.layout.pack] for value, piece in pieces(body, run).items()}
     over = {of[call]: of[operands(call)[0]] for call in body.calls_of(all_reduce) if reduced_in_place(call)}
     if not placed and not over:
         return of

@@ -16,7 +16,7 @@ from typing import cast
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands
-from shardc.ir.microbatch import before_microbatches, calls_as_run, in_first_microbatch, in_microbatch
+from shardc.ir.microbatch import sections
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ def slotted_calls(graph: Graph) -> SlottedCalls:
     placeholders = graph.placeholders
     for node in placeholders:
         slots[node] = len(slots)
-    once = in_first_microbatch(graph)
-    microbatch_nodes, early = in_microbatch(graph) | once, before_microbatches(graph)
-    nodes = calls_as_run(graph)
+    run = sections(graph)
+    early, once, nodes = run.before, run.first, run.in_order(graph)
+    microbatch_nodes = run.microbatch | once
     repeated = range(len(early), len(early) + sum(1 for node in nodes if node in microbatch_nodes))
     first = frozenset(index for index in repeated if nodes[index] in once) if once else frozenset[int]()
     yields = [_yields(node) for node in nodes]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Literal
@@ -291,7 +291,8 @@ def set_info(node: fx.Node, value: ValueInfo) -> None:
 
 def update(node: fx.Node, **fields: Any) -> None:
     """Replace some fields of the node's info."""
-    node.meta[KEY] = replace(info(node), **fields)
+    known = dict(zip(FIELDS, FIELD_VALUES(node.meta[KEY]), strict=True))  # `replace` takes three times as long
+    node.meta[KEY] = ValueInfo(**{**known, **fields})
 
 
 def type_of(node: fx.Node) -> TensorType:
@@ -310,6 +311,8 @@ def keep_atoms(call: fx.Node, value: fx.Node) -> None:
 
 
 LITERALS = {int, float, bool, str, type(None)}
+FIELDS = tuple(field.name for field in fields(ValueInfo))
+FIELD_VALUES = operator.attrgetter(*FIELDS)
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
@@ -331,7 +334,8 @@ def _collect(arg: Any, collected: list[fx.Node]) -> None:
         collected.append(arg)
     elif isinstance(arg, (list, tuple)):
         for item in arg:  # pyright: ignore[reportUnknownVariableType]
-            _collect(item, collected)
+            if type(item) not in LITERALS:  # pyright: ignore[reportUnknownArgumentType]
+                _collect(item, collected)
 
 
 def replace_operands(node: fx.Node, new: Sequence[fx.Node]) -> None:

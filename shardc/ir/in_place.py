@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from kernels_triton.base.inplace import INTO
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, Port, op_name, operands, producer, results, type_of
-from shardc.ir.microbatch import CACHE, calls_as_run, in_microbatch
+from shardc.ir.microbatch import CACHE, Sections, sections
 from shardc.ir.ops.host_copies import BEGIN_OFFLOAD_INTO, END_OFFLOAD
 from shardc.ir.schema import schema_of
 from shardc.ir.storages import Storage, storages
@@ -40,13 +40,14 @@ class Write:
     op: OpOverload | None
 
 
-def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]:
-    """The writes that may be in place. A collective reads its operand until its result is read."""
+def writes(body: Graph, of: dict[fx.Node, Storage] | None = None, run: Sections | None = None) -> list[Write]:
+    """The writes that may be in place. A collective reads its operand until its result is read. `of` and `run` are the
+    storages and when calls run, where the caller knows them."""
     if not any(map(_written_over, body.outputs)):
         return []
     of = storages(body) if of is None else of
-    microbatch_nodes = in_microbatch(body)
-    calls = calls_as_run(body)
+    run = run or sections(body)
+    calls = run.in_order(body)
     index_of = {node: i for i, node in enumerate(calls)}
     last = _last_reads(calls, index_of, of)
     twins = body.input_nodes()
@@ -59,7 +60,7 @@ def writes(body: Graph, of: dict[fx.Node, Storage] | None = None) -> list[Write]
         over, call = twins[port.name], producer(result)[0]
         same_layout = type_of(over).dims == type_of(value).dims and type_of(over).dtype == type_of(value).dtype
         once = ends[of[value]] == 1 and of[over] not in ends
-        repeated = body.microbatches > 1 and call in microbatch_nodes
+        repeated = body.microbatches > 1 and call in run.microbatch
         if (
             same_layout
             and once

@@ -15,7 +15,7 @@ from shardc.ir.buckets import pieces
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, Phase, Port, Role, info, op_name
 from shardc.ir.in_place import writes
-from shardc.ir.microbatch import GIVEN, MADE, before_microbatches, in_first_microbatch
+from shardc.ir.microbatch import GIVEN, MADE, Sections
 from shardc.ir.ops.accumulate import SUMS
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.local import axis_offset
@@ -43,7 +43,7 @@ class Life:
 def lives(
     body: Graph,
     calls: Sequence[fx.Node],
-    microbatch_nodes: set[fx.Node],
+    run: Sections,
     of: dict[fx.Node, Storage],
     times: Times | None = None,
 ) -> tuple[list[tuple[Port, Storage]], list[Life]]:
@@ -55,11 +55,10 @@ def lives(
     makes offsets once and for all; else in calls.
     """
     end = len(calls) if times is None else times.end
-    over = {write.value: write for write in writes(body, of)}
-    bucket_pieces = pieces(body)  # in the flat tensor of a bucket
-    several = body.microbatches > 1
-    early, begin = before_microbatches(body), 0  # of the last microbatch
-    first = in_first_microbatch(body)
+    over = {write.value: write for write in writes(body, of, run)}
+    bucket_pieces = pieces(body, run)  # in the flat tensor of a bucket
+    several, begin = body.microbatches > 1, 0  # of the last microbatch
+    early, microbatch_nodes, first = run
     found = {of[v] for call in first for v, _ in yields(call) if not first.issuperset(v.users)}  # by later ones
     if early:
         begin = next(i for i in range(len(early), len(calls)) if times is None or calls[i] not in first)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from torch import fx
 
@@ -66,26 +67,44 @@ def fewest_microbatches(rows: int, most: int) -> int:
     return next(count for count in range(1, rows + 1) if rows % count == 0 and rows // count <= most)
 
 
-def in_microbatch(graph: Graph) -> set[fx.Node]:
-    """The nodes that run once a microbatch, inputs included; of a graph of one microbatch, all."""
+class Sections(NamedTuple):
+    """The nodes of a step by when they run. What is in none runs once, after all microbatches."""
+
+    before: set[fx.Node]  # calls that run once, before the first of several microbatches
+    microbatch: set[fx.Node]  # what runs once a microbatch, inputs included; of a graph of one microbatch, all
+    first: set[fx.Node]  # calls that run among those, but of several only in the first: see `_gathered_once`
+
+    def in_order(self, graph: Graph) -> list[fx.Node]:
+        """The calls of the graph in the order in which they run."""
+        if graph.microbatches == 1:
+            return list(graph.calls())
+        in_each = self.microbatch | self.first
+        return sorted(graph.calls(), key=lambda node: 0 if node in self.before else 1 if node in in_each else 2)
+
+
+def sections(graph: Graph) -> Sections:
+    """When each node runs: found by several walks over the graph, so what asks for more than one asks once."""
     needed = _for_microbatches(graph)
     if graph.microbatches == 1:
-        return needed
-    early = narrowed_weights(graph, needed)
-    return needed - early - _gathered_once(graph, needed, early)
+        return Sections(set(), needed, set())
+    before = narrowed_weights(graph, needed)
+    first = _gathered_once(graph, needed, before)
+    return Sections(before, needed - before - first, first)
+
+
+def in_microbatch(graph: Graph) -> set[fx.Node]:
+    """The nodes that run once a microbatch, inputs included; of a graph of one microbatch, all."""
+    return sections(graph).microbatch
 
 
 def in_first_microbatch(graph: Graph) -> set[fx.Node]:
-    """The calls that run among those of a microbatch, but of several only in the first: gathers, and what unpacks their
-    buckets."""
-    if graph.microbatches == 1 or not graph.gathers_once:
-        return set()
-    needed = _for_microbatches(graph)
-    return _gathered_once(graph, needed, narrowed_weights(graph, needed))
+    """The calls that run among those of a microbatch, but of several only in the first."""
+    return sections(graph).first if graph.microbatches > 1 and graph.gathers_once else set()
 
 
 def _gathered_once(graph: Graph, needed: set[fx.Node], early: set[fx.Node]) -> set[fx.Node]:
-    """Those among the nodes of a microbatch, by what is made early. What backward gathers again is not kept."""
+    """Gathers and what unpacks their buckets, among the nodes of a microbatch, by what is made early. What backward
+    gathers again is not kept."""
     if not graph.gathers_once:
         return set()
     known = {value for call in early for value in results(call) if value is not None}
@@ -111,7 +130,7 @@ def _gathered(gather: fx.Node) -> list[fx.Node]:
 
 def before_microbatches(graph: Graph) -> set[fx.Node]:
     """The calls that run once a step, before the first of several microbatches."""
-    return set() if graph.microbatches == 1 else narrowed_weights(graph, _for_microbatches(graph))
+    return set() if graph.microbatches == 1 else sections(graph).before
 
 
 def narrowed_weights(graph: Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -144,20 +163,19 @@ def _bytes(graph: Graph, values: Iterable[fx.Node]) -> int:
 def _for_microbatches(graph: Graph) -> set[fx.Node]:
     if graph.microbatches == 1:
         return {node for node in graph.fx.nodes if node.op != "output"}
-    sums = [node for node in graph.calls() if node.target in SUMS]
+    sums = [node for target in SUMS for node in graph.calls_of(target)]
     after_sums = _reached(sums, lambda node: node.users)
     outputs = zip(graph.outputs, graph.output_values, strict=True)
-    per_microbatch = [value for port, value in outputs if port.role in MADE and value not in after_sums]
-    return _reached([*sums, *per_microbatch], lambda node: node.all_input_nodes)
+    needed = {*sums, *(value for port, value in outputs if port.role in MADE and value not in after_sums)}
+    for node in reversed(graph.fx.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return needed
 
 
 def calls_as_run(graph: Graph) -> list[fx.Node]:
     """The calls in the order in which they run: before the microbatches, once a microbatch, and after all of them."""
-    if graph.microbatches == 1:
-        return list(graph.calls())
-    needed = _for_microbatches(graph)
-    early = narrowed_weights(graph, needed)
-    return sorted(graph.calls(), key=lambda node: 0 if node in early else 1 if node in needed else 2)
+    return list(graph.calls()) if graph.microbatches == 1 else sections(graph).in_order(graph)
 
 
 def crossing(graph: Graph) -> list[str]:

@@ -292,7 +292,7 @@ class _Ranker:
         prediction says of the closed form."""
         subject, c = self.subject, p.candidate
         layers = sum(run.count for run in subject.runs)
-        most = max(MOST_LAYERS, STAGE_LAYERS * c.stages)
+        most = STAGE_LAYERS * c.stages
         few = max(KEPT, -(-most // max(1, len(subject.runs))))
         whole = layers <= MOST_LAYERS or all(run.count <= few for run in subject.runs)
         if c.stages > MOST_STAGES:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from torch import fx
@@ -25,9 +25,9 @@ from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.hardware import Hardware
 from shardc.ir.liveness import lives
 from shardc.ir.mesh import Mesh
-from shardc.ir.microbatch import calls_as_run, in_microbatch
+from shardc.ir.microbatch import sections
 from shardc.ir.ops.accumulate import SUMS
-from shardc.ir.storages import storages
+from shardc.ir.storages import layouts
 from shardc.planner.reduced_model import KEPT, Run
 
 ENTRY, EXIT = "entry", "exit"
@@ -61,15 +61,21 @@ class Part:
     boundary: float = 0.0
     tensors: float = 0.0  # of parameters
 
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward."""
+        return self.forward + self.backward
+
     def plus(self, other: Part) -> Part:
-        both = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Part)}
-        return Part(**{**both, **{name: max(getattr(self, name), getattr(other, name)) for name in PEAKS}})
+        pairs = zip(VALUES(self), VALUES(other), PEAKS, strict=True)
+        return Part(*[max(a, b) if peak else a + b for a, b, peak in pairs])
 
     def times(self, count: float) -> Part:
-        return Part(**{f.name: getattr(self, f.name) * (1 if f.name in PEAKS else count) for f in fields(Part)})
+        return Part(*[a if peak else a * count for a, peak in zip(VALUES(self), PEAKS, strict=True)])
 
 
-PEAKS = ("transient", "largest", "boundary")
+VALUES: Callable[[Part], tuple[float, ...]] = operator.attrgetter(*(f.name for f in fields(Part)))
+PEAKS = tuple(f.name in ("transient", "largest", "boundary") for f in fields(Part))  # of several the most
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ class LayerCosts:
         return [part for part, count in self.runs for _ in range(count)]
 
     def total(self) -> Part:
+        """Of the whole model, a microbatch."""
         whole = self.entry.plus(self.exit)
         for part, count in self.runs:
             whole = whole.plus(part.times(count))
@@ -95,12 +102,7 @@ class LayerCosts:
         """Between both: 0 is these, 1 the other. Beyond 1 it goes on as it went between them."""
 
         def mix(a: Part, b: Part) -> Part:
-            return Part(
-                **{
-                    f.name: max(0.0, getattr(a, f.name) + share * (getattr(b, f.name) - getattr(a, f.name)))
-                    for f in fields(Part)
-                }
-            )
+            return Part(*[max(0.0, x + share * (y - x)) for x, y in zip(VALUES(a), VALUES(b), strict=True)])
 
         runs = tuple((mix(a, b), count) for (a, count), (b, _) in zip(self.runs, other.runs, strict=True))
         axes = {*self.collectives, *other.collectives}
@@ -122,9 +124,10 @@ def layer_costs(body: Graph, runs: Sequence[Run], hardware: Hardware, mesh: Mesh
 class _Reader:
     def __init__(self, body: Graph, runs: Sequence[Run], hardware: Hardware, mesh: Mesh) -> None:
         self.body, self.runs, self.hardware = body, runs, hardware.on(mesh)
-        self.calls = calls_as_run(body)
-        self.microbatch = in_microbatch(body)
-        self.costs: Mapping[fx.Node, CallCost] = call_costs(body, hardware, mesh)
+        self.sections = sections(body)
+        self.calls, self.microbatch = self.sections.in_order(body), self.sections.microbatch
+        self.known = layouts(body)
+        self.costs: Mapping[fx.Node, CallCost] = call_costs(body, hardware, mesh, self.known)
         self.index = {call: i for i, call in enumerate(self.calls)}
         self.part_of = self._parts()
         self.summed = self._summed()
@@ -234,8 +237,7 @@ class _Reader:
                 part.own += size
 
     def _memory(self) -> None:
-        storage_of = storages(self.body)
-        _, lived = lives(self.body, self.calls, self.microbatch, storage_of)
+        _, lived = lives(self.body, self.calls, self.sections, self.known.storages)
         change: dict[int, float] = defaultdict(float)
         released: dict[int, float] = defaultdict(float)
         for life in lived:

@@ -13,23 +13,24 @@ class Network:
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        self._groups: dict[tuple[object, ...], Group] = {}
+        self._groups: dict[tuple[object, ...], Group | None] = {}
         self._seconds: dict[tuple[object, ...], float] = {}
 
-    def group(self, c: Candidate, axes: tuple[str, ...]) -> Group:
-        """Where the ranks along these axes are."""
+    def group(self, c: Candidate, axes: tuple[str, ...]) -> Group | None:
+        """Where the ranks along these axes are; None for a rank alone."""
         key = (c.sizes, axes)
         if key not in self._groups:
-            self._groups[key] = self.hardware.on(c.mesh).group_of(c.mesh, axes)
+            several = tuple(axis for axis in axes if getattr(c, axis) > 1)
+            self._groups[key] = self.hardware.on(c.mesh).group_of(c.mesh, several) if several else None
         return self._groups[key]
 
     def seconds(self, c: Candidate, kind: str, size: float, axes: tuple[str, ...], bucket: float = 0.0) -> float:
         """A collective of so many bytes, in pieces of at most `bucket` bytes each; 0: in one piece."""
-        axes = tuple(axis for axis in axes if getattr(c, axis) > 1)
-        if not axes or not size:
+        group = self.group(c, axes) if size else None
+        if group is None:
             return 0.0
         pieces = max(1, -(-size // bucket)) if bucket else 1
-        return pieces * self.of_group(kind, size / pieces, self.group(c, axes))
+        return pieces * self.of_group(kind, size / pieces, group)
 
     def of_group(self, kind: str, size: float, group: Group) -> float:
         key = (kind, size, group.extents)
@@ -39,9 +40,9 @@ class Network:
 
     def transfer(self, c: Candidate, size: float) -> float:
         """What a stage sends to the next one: to another node, if stages fill nodes."""
-        if c.pp == 1:
+        if (group := self.group(c, ("pp",))) is None:
             return 0.0
-        pair = Group((2,)) if len(self.group(c, ("pp",)).extents) == 1 else Group((1, 2))
+        pair = Group((2,)) if len(group.extents) == 1 else Group((1, 2))
         return self.of_group("permute", size, pair)
 
 

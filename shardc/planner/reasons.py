@@ -89,7 +89,8 @@ def _spent(estimate: Estimate, axis: str) -> float:
 def _where(c: Candidate, axis: str, hardware: Hardware) -> str:
     """An axis, and whether its groups leave a node."""
     size = getattr(c, axis)
-    spans = size > 1 and len(network_of(hardware).group(c, (axis,)).extents) > 1
+    group = network_of(hardware).group(c, (axis,))
+    spans = group is not None and len(group.extents) > 1
     whole = "" if axis != "tp" or c.sequence or size == 1 else ", without sequence parallelism"
     return f"{axis}={size}{' spans nodes' if spans else ''}{whole}"
 

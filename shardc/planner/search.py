@@ -149,7 +149,7 @@ def least_seconds(c: Candidate, work: float) -> float:
 
 def _least_work(part: Part, hardware: Hardware) -> float:
     """Seconds of a microbatch, its products as fast as power lets them be."""
-    return part.forward + part.backward - (1 - 1 / hardware.tables.power.most) * part.products
+    return part.seconds - (1 - 1 / hardware.tables.power.most) * part.products
 
 
 def _streams(subject: Subject, inner: Inner) -> bool:

@@ -14,16 +14,16 @@ from shardc.planner.network import Identity
 HALVINGS = 40
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
-    """The parts of one stage summed."""
+    """The parts of one stage summed. Stages of the same layers are one object."""
 
     part: Part
     layers: int
 
     def work(self, faster: float = 1.0) -> float:
         """Seconds of a microbatch, if the device takes `faster` times as long; no less than the host's."""
-        return max(faster * (self.part.forward + self.part.backward), self.part.host)
+        return max(faster * self.part.seconds, self.part.host)
 
 
 def split(costs: LayerCosts, count: int) -> tuple[Stage, ...]:
@@ -38,9 +38,9 @@ def _split(key: Identity, count: int) -> tuple[Stage, ...]:
     numbers = [n for _, n in costs.runs]
     if count == 1:
         return (Stage(costs.total(), sum(numbers)),)
-    work = [part.forward + part.backward for part, n in costs.runs for _ in range(n)]
+    work = [part.seconds for part, n in costs.runs for _ in range(n)]
     sums = [0.0, *accumulate(work)]
-    before, after = (part.forward + part.backward for part in (costs.entry, costs.exit))
+    before, after = (part.seconds for part in (costs.entry, costs.exit))
     low, high = max(work), sums[-1] + before + after
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -48,14 +48,28 @@ def _split(key: Identity, count: int) -> tuple[Stage, ...]:
     ends = _ends(sums, before, after, count, high)
     assert ends is not None, "stages of all the work there is hold it"
     starts = [0, *ends[:-1]]
+    made: dict[tuple[object, ...], Stage] = {}
     stages: list[Stage] = []
     for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        part, first = costs.entry if number == 0 else Part(), 0
-        for layer, n in costs.runs:
-            here = min(end, first + n) - max(start, first)
-            part, first = part.plus(layer.times(here)) if here > 0 else part, first + n
-        stages.append(Stage(part.plus(costs.exit) if number == count - 1 else part, end - start))
+        spans = zip(accumulate(numbers, initial=0), accumulate(numbers), strict=False)
+        holds = tuple(max(0, min(end, last) - max(start, first)) for first, last in spans)
+        where = (number == 0, number == count - 1, holds)
+        if where not in made:
+            part = costs.entry if number == 0 else Part()
+            for (layer, _), here in zip(costs.runs, holds, strict=True):
+                part = part.plus(layer.times(here)) if here else part
+            made[where] = Stage(part.plus(costs.exit) if number == count - 1 else part, end - start)
+        stages.append(made[where])
     return tuple(stages)
+
+
+@lru_cache(maxsize=4096)
+def summed(stages: tuple[Stage, ...]) -> Part:
+    """The parts of the stages that a rank has."""
+    part = stages[0].part
+    for stage in stages[1:]:
+        part = part.plus(stage.part)
+    return part
 
 
 def _ends(sums: Sequence[float], before: float, after: float, count: int, limit: float) -> list[int] | None:

@@ -17,7 +17,7 @@ by its `power`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardc.ir.hardware import Hardware
@@ -25,7 +25,7 @@ from shardc.planner.candidate import Candidate
 from shardc.planner.layer_costs import LayerCosts, Part
 from shardc.planner.network import Network, network_of
 from shardc.planner.numbers import Numbers
-from shardc.planner.stages import Stage, split
+from shardc.planner.stages import Stage, split, summed
 
 REDUCED_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 HALF_BUCKETS = 2  # in flight at a time
@@ -84,24 +84,26 @@ class _Step:
         self.hardware, self.m = network.hardware, candidate.microbatches
         c = candidate
         self.stages = split(costs, c.stages)
-        places = [[c.stage(rank, v) for v in range(c.virtual)] for rank in range(c.pp)]
-        self.ranks = [[self.stages[i] for i in owned] for owned in places]
+        self.ranks = [tuple(self.stages[c.stage(rank, v)] for v in range(c.virtual)) for rank in range(c.pp)]
+        self.unlike = list(dict.fromkeys(self.ranks))  # ranks with the same stages take the same
         bucket = c.bucket_bytes(self.hardware)
         self.buckets = bucket if c.copies > 1 else 0.0
         self.slowdown = self.hardware.tables.contention
 
     def estimate(self) -> Estimate:
         c, m = self.c, self.m
-        rank_work = [sum(stage.work() for stage in owned) for owned in self.ranks]
-        gathers = [self._gathered(owned) for owned in self.ranks]
+        work = {owned: sum(stage.work() for stage in owned) for owned in self.unlike}
+        waits = {owned: self._gathered(owned) for owned in self.unlike}
+        rank_work, gathers = [work[owned] for owned in self.ranks], [waits[owned] for owned in self.ranks]
         transfer = self.network.transfer(c, max(s.part.boundary for s in self.stages)) if c.pp > 1 else 0.0
         moved = 2 * transfer * (c.pp - 1) / c.pp * (m - 1) if c.virtual == 1 else 0.0
         bubble = self._bubble(rank_work, gathers, transfer) if c.pp > 1 else 0.0
-        data, update = max(map(self._once, self.ranks), key=sum)
+        data, update = max(map(self._once, self.unlike), key=sum)
         rest = m * max(gathers) + moved + data + update
         slowest = max(rank_work)
         faster = self._by_power(m * slowest + bubble + rest)
-        rank_work = [sum(stage.work(faster) for stage in owned) for owned in self.ranks]
+        work = {owned: sum(stage.work(faster) for stage in owned) for owned in self.unlike}
+        rank_work = [work[owned] for owned in self.ranks]
         busiest, mean = max(rank_work), sum(rank_work) / c.pp
         bubble *= busiest / slowest if slowest else 1.0
         return Estimate(
@@ -115,16 +117,16 @@ class _Step:
             update,
             m * sum(s.part.sent for s in self.stages) / c.pp,
             m * sum(s.part.recomputed for s in self.stages) / c.pp,
-            max((self._memory(r, owned) for r, owned in enumerate(self.ranks)), key=lambda memory: memory.total),
+            max((self._memory(*held) for held in self._held()), key=lambda memory: memory.total),
             {axis: m * spent / c.pp for axis, spent in self.costs.collectives.items()},
         )
 
     def _by_power(self, seconds: float) -> float:
         """How many times as long as by the table of products the busiest rank's device computes, in a step that takes
         so many seconds by it."""
-        owned = max(self.ranks, key=lambda stages: sum(stage.work() for stage in stages))
+        owned = max(self.unlike, key=lambda stages: sum(stage.work() for stage in stages))
         products = sum(stage.part.products for stage in owned)
-        computed = sum(stage.part.forward + stage.part.backward for stage in owned)
+        computed = sum(stage.part.seconds for stage in owned)
         factor = self.hardware.tables.power.factor(self.m * products, seconds - self.m * products)
         return 1 + (factor - 1) * products / computed if computed else 1.0
 
@@ -207,11 +209,12 @@ class _Step:
         return data, max(held * n.update, tensors * n.launched)
 
     # ------------------------------------------------------------------ memory
-    def _memory(self, rank: int, owned: Sequence[Stage]) -> Memory:
-        c, n = self.c, self.numbers
-        part = owned[0].part
-        for stage in owned[1:]:
-            part = part.plus(stage.part)
+    def _held(self) -> Iterable[tuple[tuple[Stage, ...], int]]:
+        """The stages of a rank, and its microbatches in flight: once each."""
+        return dict.fromkeys((owned, in_flight(self.c, rank)) for rank, owned in enumerate(self.ranks))
+
+    def _memory(self, owned: tuple[Stage, ...], flying: int) -> Memory:
+        c, n, part = self.c, self.numbers, summed(owned)
         shard = (part.weights - part.own) / c.copies + part.own / c.expert_copies
         stored = (shard if c.zero == 3 or (c.zero and n.mixed) else part.weights) * n.stored
         layers = sum(s.layers for s in owned)
@@ -225,7 +228,6 @@ class _Step:
         else:  # each is divided as soon as it is there
             gradients = (shard + 2 * part.largest) * n.gradient
         state = (shard if c.zero else part.weights) * n.state
-        flying = in_flight(c, rank)
         kept = part.kept / c.virtual * flying
         bucket = min(self.buckets, part.weights * max(n.gradient, n.computed))  # none is larger than all there is
         return Memory(stored, gradients, state, kept, part.transient + HALF_BUCKETS * bucket, flying)

@@ -245,10 +245,16 @@ def _sizes(type: TensorType) -> tuple[Shape, int, tuple[int, ...]]:
 
 
 def _freeze(value: Any) -> Any:
-    if isinstance(value, fx.Node):
+    kind = type(value)
+    if kind is fx.Node:
         return ("tensor", *_sizes(type_of(value)))
+    if kind in NUMBERS:  # 1, 1.0 and True are equal
+        return kind, value
     if isinstance(value, (list, tuple)):
-        return tuple(_freeze(v) for v in value)
+        return tuple([_freeze(v) for v in value])
     if isinstance(value, dict):
-        return tuple((k, _freeze(v)) for k, v in value.items())
-    return (type(value), value) if isinstance(value, (bool, int, float)) else value
+        return tuple([(k, _freeze(v)) for k, v in value.items()])
+    return (kind, value) if isinstance(value, (bool, int, float)) else value
+
+
+NUMBERS = {bool, int, float}

@@ -175,7 +175,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.compiler": """
             __init__ binding decompose_auto driver fusion_default generation graphs_auto pass_pipeline pipelining
-            program_check rank request step_plan what_varies
+            program_check rank request split_auto step_plan what_varies
         """,
     },
     {

@@ -38,7 +38,7 @@ from shardc.ir.collectives import KINDS, CollectiveKind
 from shardc.ir.graph import Graph, Phase, info, op_name, set_info, type_of
 from shardc.ir.hardware import DEFAULT
 from shardc.ir.layers import layer_or_module
-from shardc.ir.microbatch import before_microbatches, in_microbatch
+from shardc.ir.microbatch import sections
 from shardc.ir.ops.attention_keys import MERGE_LSE, MERGE_PARTS
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed
 from shardc.ir.ops.collectives import gather_blocks
@@ -83,11 +83,15 @@ class Bucket(Pass):
 
 def bucket(graph: Graph, size: int = DEFAULT.bucket_bytes) -> Graph:
     """Returns a copy of the body with buckets; the given graph is not modified."""
-    allowed = memory(graph).peak + size
+    allowed: int | None = None
     for attempt in range(TRIES):
         bucketed = graph.copy()
         _Buckets(bucketed, size >> attempt).run()
-        if memory(bucketed).peak <= allowed:
+        if not bucketed.calls_of(PACK):
+            return bucketed
+        if allowed is None:
+            allowed = memory(graph, listed=False).peak + size
+        if memory(bucketed, listed=False).peak <= allowed:
             return bucketed
     return graph
 
@@ -121,8 +125,9 @@ class _Open:
 class _Buckets:
     def __init__(self, graph: Graph, size: int) -> None:
         self.graph, self.size = graph, size
-        self.inside = in_microbatch(graph)
-        after = {n for n in graph.fx.nodes if n.op == "call_function"} - self.inside - before_microbatches(graph)
+        run = sections(graph)
+        self.inside = run.microbatch
+        after = {n for n in graph.fx.nodes if n.op == "call_function"} - self.inside - run.before
         for node in [n for n in graph.fx.nodes if n in after]:
             graph.output_node.prepend(node)  # in the order that they run in
         self.calls = list(graph.calls())

@@ -38,7 +38,7 @@ from shardc.cost.call_seconds import NOTHING, CallCost, Kind, call_costs
 from shardc.cost.flops import COUNTS
 from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info, type_of, update
 from shardc.ir.hardware import DEFAULT, Hardware
-from shardc.ir.microbatch import GIVEN, HALVES, before_microbatches, in_microbatch
+from shardc.ir.microbatch import GIVEN, HALVES, sections
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.provenance import Derivation
@@ -90,7 +90,7 @@ class _Pairs:
     def __init__(self, graph: Graph, inputs: frozenset[str], costs: Mapping[fx.Node, CallCost]) -> None:
         self.graph, self.split, self.costs = graph, inputs, costs
         self.alone = graph.microbatches == HALVES  # no other microbatches
-        self.inside, early = in_microbatch(graph), before_microbatches(graph)
+        early, self.inside, _ = sections(graph)
         nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
         self.carried = self._carried_in_buffers()
         self.of_each: dict[fx.Node, None] = {}  # the calls that each half has of its own

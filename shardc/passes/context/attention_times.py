@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from torch import fx
@@ -81,15 +81,14 @@ class Times:
             for tile in square(todo)
         )
 
-    def _tiles(self, step: int, axes: Axes) -> list[list[Tile]]:
+    def _tiles(self, step: int, axes: Axes) -> Sequence[Sequence[Tile]]:
         """Of each rank of the axes, in a step."""
         rows, keys = self.q.dims[-2], self.k.dims[-2]
         if not (implied(self.args) and self.countable):
             whole = self.k.shape[-2] if step == ALL_KEYS else -(-self.k.shape[-2] // self.mesh.size(axes))
             return [[Tile(0, -(-self.q.shape[-2] // self.size), 0, whole, False)]]
-        told = (rows_text(rows), self.axes, step, self.args["causal"], self.mesh)
-        places = [self.mesh.coordinate(rank) for rank in self.mesh.group_of(0, self.axes)]
-        return [tiles_at(*told, place, self.window, "" if self.window else rows_text(keys))[0] for place in places]
+        lie = "" if self.window else rows_text(keys)
+        return _tiles_of(rows_text(rows), self.axes, step, self.args["causal"], self.mesh, tuple(self.window), lie)
 
     @cached_property
     def own_share(self) -> float:
@@ -207,3 +206,12 @@ class Times:
                 total += self._put_together(todo, backward) / size
             total -= self.own_share
         return total
+
+
+@lru_cache(maxsize=1024)
+def _tiles_of(
+    rows: str, axes: Axes, step: int, causal: bool, mesh: Mesh, window: tuple[int, ...], keys: str
+) -> Sequence[Sequence[Tile]]:
+    """Of each rank of the axes; asked once for all layers."""
+    places = [mesh.coordinate(rank) for rank in mesh.group_of(0, axes)]
+    return [tiles_at(rows, axes, step, causal, mesh, place, window, keys)[0] for place in places]

@@ -33,7 +33,7 @@ from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, producer, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
-from shardc.ir.microbatch import before_microbatches, calls_as_run, in_microbatch
+from shardc.ir.microbatch import calls_as_run, in_microbatch, sections
 from shardc.ir.ops.host_copies import BEGIN_FETCH, BEGIN_OFFLOAD, END_FETCH, END_OFFLOAD, LEAST
 from shardc.ir.storages import storages
 from shardc.passes.base import Pass
@@ -135,7 +135,7 @@ def _move(graph: Graph, calls: Sequence[fx.Node], chosen: Sequence[State], clock
     for state in chosen:
         of_parameter[state.parameter] += state.bytes
     bound = PARAMETERS_UNDER_WAY * max(of_parameter.values())
-    repeated = in_microbatch(graph) | before_microbatches(graph) if graph.microbatches > 1 else set[fx.Node]()
+    repeated = set[fx.Node]().union(*sections(graph)[:2]) if graph.microbatches > 1 else set[fx.Node]()
     first = sum(call in repeated for call in calls)
     places: list[tuple[int, int, fx.Node]] = []
     back = sorted(chosen, key=lambda state: state.read)

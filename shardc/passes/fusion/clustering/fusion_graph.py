@@ -17,7 +17,7 @@ from torch import fx
 
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, Phase, info, op_name, operands, results, type_of
-from shardc.ir.microbatch import before_microbatches, in_first_microbatch, in_microbatch
+from shardc.ir.microbatch import sections
 from shardc.ir.ops import assumed, check_index, local
 from shardc.ir.ops.buckets import UNPACK
 from shardc.ir.storages import Operand
@@ -120,7 +120,7 @@ def build_fusion_graph(
     """The fusion graph of a body. `exclude` holds names of ops and values that stay calls. With `inline`, producers are
     inlined where `inline_producers` finds it worthwhile. `layouts` are the body's, where the caller knows them."""
     # What is made for all microbatches may be made in the kernels of each, where that moves no more bytes.
-    per_microbatch = in_microbatch(graph) | in_first_microbatch(graph) | before_microbatches(graph)
+    per_microbatch = set[fx.Node]().union(*sections(graph))
     calls = [*graph.calls()]
     if graph.microbatches > 1:
         calls.sort(key=lambda node: node not in per_microbatch)
