@@ -740,8 +740,9 @@ class Program(PredictedProgram):
 
     def refuse(self, plan: Plan, mesh: Mesh, strict: bool) -> None:
         """Raise for a budget that is exceeded, by the axes of the user's mesh, and under strict for every warning."""
-        found: list[Diagnostic] = list(plan.over_budget(rank_costs.most_sent(self.staged, mesh, TOTAL), mesh))
+        sent = rank_costs.most_sent(self.staged, mesh, TOTAL)
+        refusals: list[Diagnostic] = list(plan.over_budget(sent, mesh))
         if strict:
-            found += [d for d in self.diagnostics if d.severity == "warning"]
-        if found:
-            raise ShardcError(*found)
+            refusals += [d for d in self.diagnostics if d.severity == "warning"]
+        if refusals:
+            raise ShardcError(*refusals)

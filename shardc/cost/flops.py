@@ -31,7 +31,7 @@ from shardc.ir.graph import Graph, Phase, info, op_name, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.attention_keys import part_tiles
-from shardc.ir.ops.attention_rows import tiles_at
+from shardc.ir.ops.attention_rows import tiles_at, tiles_of_ranks
 from shardc.ir.ops.attention_tiles import Tile, square
 from shardc.ir.ops.attention_tiles import pairs as pairs_of
 from shardc.ir.ops.attention_window import window_of
@@ -75,21 +75,20 @@ def _part(a: Arguments, of_keys: int, of_values: int, mesh: Mesh, coordinate: Ma
 
 
 def _tiles_of_rows(a: Arguments, mesh: Mesh, coordinate: Mapping[str, int] | None) -> Sequence[Tile]:
-    axes, window = mesh.resolve(a["axes"]), a.get("window", ())
+    axes, window, keys = tuple(mesh.resolve(a["axes"])), tuple(a.get("window", ())), a.get("keys", "")
     told = (a["rows"], axes, a["step"], a["causal"], mesh)
-    met = [tiles_at(*told, place, window, a.get("keys", ""))[0] for place in _places(mesh, axes, coordinate)]
-    return max(met, key=lambda tiles: _pairs(tiles, window))
+    if coordinate is not None:
+        return tiles_at(*told, coordinate, window, keys)[0]
+    return max(tiles_of_ranks(*told, window, keys), key=lambda tiles: _pairs(tiles, window))
 
 
 def _tiles_of_part(a: Arguments, mesh: Mesh, coordinate: Mapping[str, int] | None) -> Sequence[Tile]:
     lies, window = (a["rows"], mesh.resolve(a["row_axes"]), a["keys"], mesh.resolve(a["axes"])), a.get("window", ())
-    places = _places(mesh, (*lies[1], *lies[3]), coordinate)
+    if coordinate is not None:
+        return part_tiles(*lies, a["causal"], mesh, coordinate, window)
+    places = [mesh.coordinate(rank) for rank in mesh.group_of(0, (*lies[1], *lies[3]))]
     met = [part_tiles(*lies, a["causal"], mesh, place, window) for place in places]
     return max(met, key=lambda tiles: _pairs(tiles, window))
-
-
-def _places(mesh: Mesh, axes: Axes, coordinate: Mapping[str, int] | None) -> Sequence[Mapping[str, int]]:
-    return [coordinate] if coordinate is not None else [mesh.coordinate(rank) for rank in mesh.group_of(0, axes)]
 
 
 def attention_tiles(body: Graph, node: fx.Node) -> list[tuple[float, int]]:

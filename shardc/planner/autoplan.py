@@ -35,7 +35,7 @@ from shardc.planner.step_costs import estimate
 
 MOST_STAGES = 8  # of a program that is compiled to confirm a plan
 STAGE_LAYERS = 2  # of each of its stages
-MOST_LAYERS = 4  # of a model that is compiled whole, and the least of one that is not
+MOST_LAYERS = 4  # of a model that is compiled whole
 MORE = 2  # plans that may be compiled beside `confirm`: those that come first once others were
 DEFAULT_PRECISION = "bf16"
 SHOWN_OTHERS = 6

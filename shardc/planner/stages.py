@@ -48,18 +48,18 @@ def _split(key: Identity, count: int) -> tuple[Stage, ...]:
     ends = _ends(sums, before, after, count, high)
     assert ends is not None, "stages of all the work there is hold it"
     starts = [0, *ends[:-1]]
-    made: dict[tuple[object, ...], Stage] = {}
+    stage_of: dict[tuple[object, ...], Stage] = {}  # by its layers
     stages: list[Stage] = []
     for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
         spans = zip(accumulate(numbers, initial=0), accumulate(numbers), strict=False)
         holds = tuple(max(0, min(end, last) - max(start, first)) for first, last in spans)
         where = (number == 0, number == count - 1, holds)
-        if where not in made:
+        if where not in stage_of:
             part = costs.entry if number == 0 else Part()
             for (layer, _), here in zip(costs.runs, holds, strict=True):
                 part = part.plus(layer.times(here)) if here else part
-            made[where] = Stage(part.plus(costs.exit) if number == count - 1 else part, end - start)
-        stages.append(made[where])
+            stage_of[where] = Stage(part.plus(costs.exit) if number == count - 1 else part, end - start)
+        stages.append(stage_of[where])
     return tuple(stages)
 
 

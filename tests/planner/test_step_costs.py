@@ -204,6 +204,23 @@ def test_a_microbatch_in_flight_holds_its_activations() -> None:
     assert estimate(dataclasses.replace(deep, microbatches=2), layers(8), HARDWARE, NUMBERS).memory.activations == 400.0
 
 
+def test_stages_with_the_same_layers_are_one_and_the_first_and_last_their_own() -> None:
+    costs = layers(8, entry=Part(weights=7.0), exit=Part(weights=3.0))
+    first, second, third, last = split(costs, 4)
+    assert second is third
+    assert [stage.part.weights for stage in (first, second, last)] == [27.0, 20.0, 23.0]
+    assert [stage.layers for stage in (first, second, last)] == [2, 2, 2]
+
+
+def test_a_rank_holds_as_many_microbatches_as_its_place_says() -> None:
+    """The last of 1F1B one, however many ranks before it have the same layers."""
+    candidate = Candidate(pp=4, microbatches=8, schedule="1f1b")
+    memory = estimate(candidate, layers(4, exit=Part(kept=1000.0)), HARDWARE, NUMBERS).memory
+    assert (memory.activations, memory.in_flight) == (1100.0, 1)
+    memory = estimate(candidate, layers(4, entry=Part(kept=1000.0)), HARDWARE, NUMBERS).memory
+    assert (memory.activations, memory.in_flight) == (4400.0, 4)
+
+
 def test_zero_divides_what_it_says() -> None:
     mixed = Numbers(stored=4, computed=2, gradient=4, state=8)
     held = {z: estimate(Candidate(dp=4, microbatches=2, zero=z), layers(8), HARDWARE, mixed).memory for z in (0, 1, 3)}

@@ -135,6 +135,15 @@ def tiles_at(
     return tiles(own, seen, causal, window), seen
 
 
+@lru_cache(maxsize=1024)
+def tiles_of_ranks(
+    rows: str, axes: tuple[str, ...], step: int, causal: bool, mesh: Mesh, window: tuple[int, ...], keys: str
+) -> Sequence[Sequence[Tile]]:
+    """The tiles of each rank along the axes: asked once for all layers."""
+    places = [mesh.coordinate(rank) for rank in mesh.group_of(0, axes)]
+    return [tiles_at(rows, axes, step, causal, mesh, place, window, keys)[0] for place in places]
+
+
 # ---------------------------------------------------------------------- forward
 def _of_keys(mask: Tensor | None, keys: Sequence[Run], step: int, stored: int) -> Tensor | None:
     """The columns of a mask that belong to the keys of a step, where those are stored."""

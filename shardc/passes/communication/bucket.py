@@ -87,7 +87,7 @@ def bucket(graph: Graph, size: int = DEFAULT.bucket_bytes) -> Graph:
     for attempt in range(TRIES):
         bucketed = graph.copy()
         _Buckets(bucketed, size >> attempt).run()
-        if not bucketed.calls_of(PACK):
+        if not bucketed.calls_of(PACK):  # nothing travels together, so nothing is held longer
             return bucketed
         if allowed is None:
             allowed = memory(graph, listed=False).peak + size

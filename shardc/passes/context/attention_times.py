@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -22,7 +22,7 @@ from shardc.ir.blocks import Blocks
 from shardc.ir.graph import type_of
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.attention_rows import ALL_KEYS, reach, tiles_at
+from shardc.ir.ops.attention_rows import ALL_KEYS, reach, tiles_of_ranks
 from shardc.ir.ops.attention_sums import wide
 from shardc.ir.ops.attention_tiles import Tile, pairs, square, tiles
 from shardc.ir.ops.local import Run
@@ -88,7 +88,7 @@ class Times:
             whole = self.k.shape[-2] if step == ALL_KEYS else -(-self.k.shape[-2] // self.mesh.size(axes))
             return [[Tile(0, -(-self.q.shape[-2] // self.size), 0, whole, False)]]
         lie = "" if self.window else rows_text(keys)
-        return _tiles_of(rows_text(rows), self.axes, step, self.args["causal"], self.mesh, tuple(self.window), lie)
+        return tiles_of_ranks(rows_text(rows), self.axes, step, self.args["causal"], self.mesh, tuple(self.window), lie)
 
     @cached_property
     def own_share(self) -> float:
@@ -206,12 +206,3 @@ class Times:
                 total += self._put_together(todo, backward) / size
             total -= self.own_share
         return total
-
-
-@lru_cache(maxsize=1024)
-def _tiles_of(
-    rows: str, axes: Axes, step: int, causal: bool, mesh: Mesh, window: tuple[int, ...], keys: str
-) -> Sequence[Sequence[Tile]]:
-    """Of each rank of the axes; asked once for all layers."""
-    places = [mesh.coordinate(rank) for rank in mesh.group_of(0, axes)]
-    return [tiles_at(rows, axes, step, causal, mesh, place, window, keys)[0] for place in places]

@@ -135,7 +135,7 @@ def _move(graph: Graph, calls: Sequence[fx.Node], chosen: Sequence[State], clock
     for state in chosen:
         of_parameter[state.parameter] += state.bytes
     bound = PARAMETERS_UNDER_WAY * max(of_parameter.values())
-    repeated = set[fx.Node]().union(*sections(graph)[:2]) if graph.microbatches > 1 else set[fx.Node]()
+    repeated = set[fx.Node]().union(*sections(graph)) if graph.microbatches > 1 else set[fx.Node]()
     first = sum(call in repeated for call in calls)
     places: list[tuple[int, int, fx.Node]] = []
     back = sorted(chosen, key=lambda state: state.read)
