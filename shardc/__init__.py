@@ -96,6 +96,7 @@ _HOMES = {
     "shardc.runtime.train.trainer": "Trainer",
     "shardc.schedule": "schedules",
 }
+_PLANNING = ("shardc.planner.autoplan", "shardc.planner.ranking")  # with all that compiles; nothing that runs
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 _PARTS = {part.name for part in iter_modules(__path__)}  # the packages and modules of shardc
 
@@ -103,7 +104,8 @@ _PARTS = {part.name for part in iter_modules(__path__)}  # the packages and modu
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         with gc_paused():
-            import_module("shardc.api")  # registers every op and rule, whichever name is asked for first
+            if _HOME_OF[name] not in _PLANNING:
+                import_module("shardc.api")  # registers every op and rule, whichever name is asked for first
             value = getattr(import_module(_HOME_OF[name]), name)
         globals()[name] = value
         return value

@@ -15,7 +15,7 @@ from shardc.compiler.request import Request, compiled, rows_of
 from shardc.ir.collectives import human_bytes
 from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error
-from shardc.ir.gc_pause import gc_paused
+from shardc.ir.gc_pause import count_as_old, gc_paused
 from shardc.ir.hardware import Hardware
 from shardc.partition.prediction import predict
 from shardc.partition.staged_program import one_stage
@@ -307,6 +307,7 @@ class _Ranker:
             optimizer=subject.optimizer(model),
             checked=False,
         )
+        count_as_old()  # the programs of the search: tracing may have the collector look at young objects
         made = compiled(request).graphs
         staged = made.pipelined or one_stage(made.body)
         prediction = predict(staged, made.reference, subject.hardware, self.hardware)

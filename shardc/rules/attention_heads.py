@@ -53,10 +53,15 @@ def ungroup_heads(x: Dims, dim: int, each: int, times: int) -> Notation:
 @rule(REPEAT_HEADS, unfit=unfit, examples=[((2, 4, 3, 5), 2), ((2, 3, 4), 3), ((2, 1, 3, 5), 4)])
 def repeat_heads(x: Dims, times: int) -> Notation:
     text = f"{x.replace(-3, 'k')} -> {x.replace(-3, 'h')}"
-    return Notation(text, sum="k", linear="joint", following=(("k", "h"),))
+    return Notation(text, sum="k", whole=_alone(x.shape[-3]), linear="joint", following=(("k", "h"),))
 
 
 @rule(SUM_HEADS, unfit=unfit, examples=[((2, 8, 3, 5), 2), ((6, 3, 4), 3), ((2, 4, 3, 5), 4)])
 def sum_heads(x: Dims, times: int) -> Notation:
     text = f"{x.replace(-3, 'h')} -> {x.replace(-3, 'k')}"
-    return Notation(text, sum="h", linear="joint", following=(("h", "k"),))
+    return Notation(text, sum="h", whole=_alone(x.shape[-3] // times), linear="joint", following=(("h", "k"),))
+
+
+def _alone(heads: int) -> str:
+    """The copies of a single head of keys: no axis cuts it, and so none cuts what is made of it."""
+    return "h" if heads == 1 else ""

@@ -39,6 +39,8 @@ AFTER_TORCH = {
     "a name that needs few modules": "import shardc; shardc.Mesh; torch.ops.shardc.all_reduce; torch.ops.shardc.sdpa",
     "kernels before the compiler": "import kernels_triton.match.op",
     "rules": "import shardc.rules",
+    "planning": "import shardc; shardc.autoplan, shardc.Ranking",
+    "planning, then compile": "import shardc; shardc.autoplan; shardc.compile",
     "trainer": "import shardc.runtime.train.trainer",
 }
 FORKS = """
@@ -81,6 +83,12 @@ def test_the_api_leaves_checkpoints_and_libraries_of_models_to_those_who_use_the
     modules = after_torch["compile"][1]
     assert "shardc.api" in modules
     assert modules.isdisjoint(("torch.distributed.checkpoint", "torch.distributed.tensor", "sympy", "transformers"))
+
+
+def test_planning_loads_nothing_that_runs_programs(after_torch: dict[str, tuple[str, set[str]]]) -> None:
+    modules = after_torch["planning"][1]
+    assert modules.isdisjoint(("shardc.api", "shardc.runtime.train.trainer", "shardc.program_cache", "shardc.explain"))
+    assert after_torch["planning, then compile"][1] > modules | {"shardc.api"}
 
 
 @pytest.mark.parametrize("code", AFTER_TORCH)

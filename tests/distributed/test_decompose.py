@@ -19,6 +19,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_same_to_the_bit(case: str, ranks: list[dict[str, Any]]) -> None:
     assert len(ranks) == 2

@@ -181,6 +181,7 @@ def described(traced: Traced) -> list[tuple[Any, ...]]:
     return [*lines, *ports, *((name, node.name) for name, node in traced.modules.items())]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_trace_is_the_one_in_which_nothing_is_remembered(
     case: Callable[[], Case], monkeypatch: pytest.MonkeyPatch

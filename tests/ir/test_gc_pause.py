@@ -6,7 +6,7 @@ import torch
 
 import shardc
 from examples.mlp import mlp
-from shardc.ir.gc_pause import all_objects_seen, gc_paused
+from shardc.ir.gc_pause import all_objects_seen, count_as_old, gc_paused
 from shardc.torch_compat import Recorded
 
 
@@ -91,3 +91,31 @@ def test_tensors_in_garbage_are_not_held(old: bool, collected: list[int], monkey
         del tensor, circle
         assert recorded.held(but=[]) == []
     assert seen == collected
+
+
+@pytest.mark.parametrize("aside", [False, True], ids=["", "set_aside_before"])
+def test_what_counts_as_old_is_no_young_garbage(aside: bool) -> None:
+    were_aside = gc.get_freeze_count() > 0
+    try:
+        gc.unfreeze()
+        with gc_paused():
+            if aside:
+                gc.freeze()
+            before, later = torch.zeros(2), torch.zeros(2)
+            alive = [weakref.ref(before), weakref.ref(later)]
+            for tensor, made_old in ((before, True), (later, False)):
+                circle: list[object] = [tensor]
+                circle.append(circle)
+                if made_old:
+                    del circle
+                    count_as_old()
+            del before, later, tensor, circle
+            assert (gc.get_freeze_count() > 0) is aside
+            gc.collect(0)
+            assert [reference() is not None for reference in alive] == [not aside, False]
+            gc.collect()
+            assert [reference() is not None for reference in alive] == [False, False]
+    finally:
+        gc.unfreeze()
+        if were_aside:
+            gc.freeze()

@@ -84,6 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("gated", [True, False])
 def test_no_bit_changes(case: str, gated: bool, tmp_path: Path) -> None:

@@ -307,7 +307,8 @@ class Peers:
         """Begins a collective, and gives what is waited for."""
 
         def one() -> Callable[[], Any]:
-            whole, part = torch.ones(size // 4), torch.ones(size // 4 // self.world)
+            part = torch.ones(size // 4 // self.world)
+            whole = torch.ones(part.numel() * self.world)
             if op == "all_reduce":
                 return lambda: dist.all_reduce(whole, group=group, async_op=True)
             if op == "ring_shift":
