@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -36,22 +37,65 @@ VALUES: dict[str, tuple[type, ...]] = {
 Test = Callable[[Any], bool]
 
 
+# Of a graph the axes of its mesh, and of its nodes what checks of single nodes have read that held. Nothing of it is
+# changed in place: as long as it is the same objects, these checks are not made again. A pass changes few nodes.
+_held: WeakKeyDictionary[Graph, tuple[tuple[str, ...], dict[fx.Node, tuple[object, ...]]]] = WeakKeyDictionary()
+
+
 def violations(graph: Graph) -> list[str]:
     """Everything that is wrong with the structure of a graph."""
-    return formed(graph) or [line for check in CHECKS for line in check(graph)]
+    changed = _changed(graph)
+    if faults := formed(graph, changed):
+        return faults
+    # Results are declared by the call, and taken by its getitems.
+    calls = dict.fromkeys(n.args[0] if n.target is operator.getitem else n for n in changed if n.op == "call_function")
+    faults = [
+        *types_sound(graph, changed),
+        *(line for check in CHECKS for line in check(graph)),
+        *arguments_fit(n for n in changed if n.op == "call_function" and n.target is not operator.getitem),
+        *(line for call in calls for line in _results_fit(call)),  # type: ignore[arg-type]
+    ]
+    if not faults:
+        _held[graph][1].update(changed)
+    return faults
 
 
-def formed(graph: Graph) -> list[str]:
-    """Every node is an input, a call of an op of ours or aten's, a getitem of one, or the one output at the end."""
+def _changed(graph: Graph) -> dict[fx.Node, tuple[object, ...]]:
+    """The nodes that are not as they were when all held, and what is read of each."""
+    if graph not in _held or _held[graph][0] != graph.mesh.names:
+        _held[graph] = (graph.mesh.names, {})
+    held = _held[graph][1]
+    changed: dict[fx.Node, tuple[object, ...]] = {}
+    for node in graph.fx.nodes:
+        if node.op == "output":
+            continue
+        known, about = held.get(node), node.meta.get("shardc")
+        # One comparison after the other: there are hundreds of thousands of them.
+        if (
+            known is None
+            or known[0] is not about
+            or known[1] is not node.args
+            or known[2] is not node.target
+            or known[3] is not node.kwargs
+        ):
+            changed[node] = (about, node.args, node.target, node.kwargs)
+    return changed
+
+
+def formed(graph: Graph, nodes: Collection[fx.Node] | None = None) -> list[str]:
+    """Every node is an input, a call of an op of ours or aten's, a getitem of one, or the one output at the end; of
+    some `nodes`, or of all."""
     faults: list[str] = []
-    nodes = list(graph.fx.nodes)
-    if not nodes or nodes[-1].op != "output" or not isinstance(nodes[-1].args[0], list | tuple):
+    last = next(iter(reversed(graph.fx.nodes)), None)
+    if last is None or last.op != "output" or not isinstance(last.args[0], list | tuple):
         return ["V0 the graph does not end in an output of a tuple"]
     calls = False
-    for node in nodes[:-1]:
-        calls = calls or node.op != "placeholder"
-        if node.op == "placeholder" and calls:
+    for node in graph.fx.nodes:
+        if node.op != "placeholder":
+            calls = True
+        elif calls:
             faults.append(f"V0 {node.name} is an input after a call")
+    for node in _nodes(graph) if nodes is None else nodes:
         if node.op not in ("placeholder", "call_function"):
             faults.append(f"V0 {node.name} is a {node.op}")
         elif not isinstance(node.meta.get("shardc"), ValueInfo):
@@ -61,12 +105,13 @@ def formed(graph: Graph) -> list[str]:
     return faults
 
 
-def types_sound(graph: Graph) -> list[str]:
-    """V1: in one value, an axis of the mesh shards one atom, once, or is pending; atoms are larger than 1."""
+def types_sound(graph: Graph, nodes: Collection[fx.Node] | None = None) -> list[str]:
+    """V1: in one value, an axis of the mesh shards one atom, once, or is pending; atoms are larger than 1. Of some
+    `nodes`, or of all."""
     axes = frozenset(graph.mesh.names)
     faults: list[str] = []
     sound: set[int] = set()  # types by identity, of which equal ones of a graph have few
-    for node in _nodes(graph):
+    for node in _nodes(graph) if nodes is None else nodes:
         about = info(node)
         for type in (about.type, *about.results) if about.results else (about.type,):
             if type is not None and id(type) not in sound:
@@ -110,10 +155,10 @@ def ports_match(graph: Graph) -> list[str]:
     return faults
 
 
-def arguments_fit(graph: Graph) -> list[str]:
+def arguments_fit(calls: Iterable[fx.Node]) -> list[str]:
     """Every call gives its op's schema what it asks for, tensors where it says Tensor and there alone."""
     faults: list[str] = []
-    for node in graph.calls():
+    for node in calls:
         args = node.args
         if not node.kwargs:
             required, tests = _positional(node.target)
@@ -134,7 +179,7 @@ def arguments_fit(graph: Graph) -> list[str]:
 
 
 def ordered(graph: Graph) -> list[str]:
-    """Values are defined before they are used; calls of several results are used through one getitem a result."""
+    """Values are defined before they are used; calls of several results are used through getitems alone."""
     faults: list[str] = []
     defined: set[fx.Node] = set()
     for node in graph.fx.nodes:
@@ -145,16 +190,12 @@ def ordered(graph: Graph) -> list[str]:
             elif not getitem and info(value).type is None:
                 faults.append(f"{_name(node)} uses {info(value).name} whole")
         defined.add(node)
-        if node.op == "call_function" and node.target is not operator.getitem:
-            faults += _results_fit(node)
     return faults
 
 
 CHECKS: tuple[Callable[[Graph], list[str]], ...] = (
-    types_sound,
     names_unique,
     ports_match,
-    arguments_fit,
     ordered,
     crossing,
 )

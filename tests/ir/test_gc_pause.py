@@ -93,6 +93,13 @@ def test_tensors_in_garbage_are_not_held(old: bool, collected: list[int], monkey
     assert seen == collected
 
 
+def in_garbage() -> weakref.ref[torch.Tensor]:
+    tensor = torch.zeros(2)
+    circle: list[object] = [tensor]
+    circle.append(circle)
+    return weakref.ref(tensor)
+
+
 @pytest.mark.parametrize("aside", [False, True], ids=["", "set_aside_before"])
 def test_what_counts_as_old_is_no_young_garbage(aside: bool) -> None:
     were_aside = gc.get_freeze_count() > 0
@@ -101,15 +108,9 @@ def test_what_counts_as_old_is_no_young_garbage(aside: bool) -> None:
         with gc_paused():
             if aside:
                 gc.freeze()
-            before, later = torch.zeros(2), torch.zeros(2)
-            alive = [weakref.ref(before), weakref.ref(later)]
-            for tensor, made_old in ((before, True), (later, False)):
-                circle: list[object] = [tensor]
-                circle.append(circle)
-                if made_old:
-                    del circle
-                    count_as_old()
-            del before, later, tensor, circle
+            alive = [in_garbage()]
+            count_as_old()
+            alive.append(in_garbage())
             assert (gc.get_freeze_count() > 0) is aside
             gc.collect(0)
             assert [reference() is not None for reference in alive] == [not aside, False]
