@@ -232,7 +232,8 @@ class _Costs:
         total = node_flops(self.graph, node)
         batch, rows, columns, depth = PRODUCT_SHAPES[name](arguments, self._result_shape(node))
         whole = 2 * batch * rows * columns * depth
-        dtype = next(type_of(value).dtype for value in operands(node) if type_of(value).dtype.is_floating_point)
+        dtypes = [type_of(value).dtype for value in operands(node)]
+        dtype = next((d for d in dtypes if d.is_floating_point or d.is_complex), dtypes[0])
         if name in OF_EXPERTS and whole:  # of its tokens' rows, a rank has an even part
             if "wgrad" in name:
                 depth = max(1, depth * total // whole)

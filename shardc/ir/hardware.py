@@ -271,7 +271,10 @@ class Hardware:
     ) -> float:
         """`batch` products of rows x depth by depth x columns, in one call of the accelerator; `contended` beside a
         collective. Where a table tells, they take no less than reading the operands and writing the result does. Those
-        of 8-bit floats have the tiles of bfloat16, at a rate of their own, where no table is of them."""
+        of 8-bit floats have the tiles of bfloat16, at a rate of their own, where no table is of them. One of
+        complex numbers is one of real numbers with twice the rows and twice the depth."""
+        if dtype.is_complex:
+            return self.product_seconds(batch, 2 * rows, columns, 2 * depth, dtype.to_real(), contended=contended)
         flops = 2 * batch * rows * columns * depth
         slowdown = self.tables.contention.product if contended else 1.0
         rate, faster = self._products_of(dtype), 1.0

@@ -7,7 +7,8 @@
 
 An activation's kernel, a residual sum's or a norm's adds the bias to what it reads anyway. What only attention,
 products and collectives read is read and written once more for its bias, unless the product adds it as it writes its
-result.
+result. In 16 bits that leaves a rounding out, so a call and those that repeat it, in backward or for the other half of
+a batch, are all joined or none is.
 
 Needs a localized body, or a part of one. Ensures the same values under the same names; no product that is a pending sum
 has a bias, which would be added on each rank.
@@ -32,7 +33,6 @@ from shardc.passes.base import Pass
 from shardc.passes.fusion.analysis.view_analysis import VIEWS
 
 aten = torch.ops.aten
-CAST = aten._to_copy.default
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,28 @@ class BiasProducts(Pass):
     enabled: bool = True
 
     def run(self, graph: Graph) -> Graph:
-        adding = [call for call in graph.calls() if _parts(call) is not None] if self.enabled else []
-        storage_of = storages(graph) if adding else {}
-        names = [info(call).name for call in adding if all(map(_is_opaque, _readers(call, storage_of)))]
+        adding = graph.calls_of(aten.add.Tensor) if self.enabled else []
+        storage_of = storages(graph) if any(_parts(call) is not None for call in adding) else {}
+        refused = {_original(call) for call in adding if not _may_join(call, storage_of)}
+        names = {info(call).name for call in adding if _original(call) not in refused}
         if not names:
             return graph
         graph = graph.copy()
-        for call in [call for call in graph.calls() if info(call).name in names]:
+        for call in [call for call in graph.calls_of(aten.add.Tensor) if info(call).name in names]:
             parts = _parts(call)
             assert parts is not None
             _join(graph, call, *parts)
         return graph
+
+
+def _original(call: fx.Node) -> str:
+    """The name of the call that it is, or that it repeats."""
+    origin = info(call).origin
+    return origin.of if origin is not None and info(call).is_repeated else info(call).name
+
+
+def _may_join(call: fx.Node, storage_of: Mapping[fx.Node, Storage]) -> bool:
+    return _parts(call) is not None and all(map(_is_opaque, _readers(call, storage_of)))
 
 
 def _parts(call: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -92,16 +103,11 @@ def _base(value: fx.Node) -> fx.Node:
 
 
 def _join(graph: Graph, added: fx.Node, product: fx.Node, bias: fx.Node) -> None:
-    """The product with its bias where the product was. A cast of the bias may move before it."""
-    position = {node: number for number, node in enumerate(graph.fx.nodes)}
-    if position[bias] > position[product]:
-        if bias.target is not CAST or any(position[value] > position[product] for value in bias.all_input_nodes):
-            return
-        product.prepend(bias)
+    """The product with its bias, where the bias was added: a plan may gather it behind the product, or before."""
     x, w = operands(product)
     target, args = (LINEAR_BIAS, (x, w, bias)) if product.target is LINEAR else (aten.addmm.default, (bias, x, w))
     about = info(added)
-    with graph.fx.inserting_before(product):
+    with graph.fx.inserting_before(added):
         joined = graph.call(target, args, like=added, type=type_of(added), assignment=info(product).assignment)
     added.replace_all_uses_with(joined)
     for named in (graph.gradients, graph.activations):

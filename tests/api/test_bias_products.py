@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import shardc
@@ -16,6 +17,8 @@ from shardc.ir.graph import Graph, info, op_name, operands, type_of
 from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, write_linear_bias
 from shardc.passes.bias_products import BiasProducts
 from shardc.passes.fusion.analysis.traffic import bytes_by_call, traffic
+from shardc.runtime.oracle.simulate import simulate
+from tests.replanned import replanned
 
 TP = {"params": {"wte.weight": "tp, -", "**.qkv.weight": "3*tp, -", "**.up.weight": "tp, -"}}
 DP = {"inputs": {"*": "dp, -"}}
@@ -55,6 +58,54 @@ def test_all_layouts(layout: str, precision: str | None) -> None:
     report = program.verify()
     assert report, str(report)
     assert (report.eager_error or 0.0) < 1e-12
+
+
+def test_a_bias_that_is_gathered_behind_its_product_is_joined_too() -> None:
+    """In forward as where it is computed again, and where gathers are packed: all are rounded alike."""
+    apart = compiled("zero3", bucket=False, recompute="full")
+    packed = replanned(apart, bucket="1MiB")
+    assert len(packed.collectives()) < len(apart.collectives())
+    expected = {f"{again}blocks.{i}.qkv.add" for i in range(2) for again in ("", "r.")}
+    assert {*joined(apart.body)} == {*joined(packed.body)} == expected
+    assert apart.verify().ok
+
+
+class Sum(nn.Module):
+    """Forward reads `y` for a sum too; backward computes it again for products alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return self.c(torch.tanh(self.b(y))) + y
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sum() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+def test_what_is_computed_again_is_rounded_as_the_first_time() -> None:
+    torch.manual_seed(0)
+    plan = {"precision": "bf16", "fuse": True, "recompute": "full"}
+    program = shardc.compile(Sums(), torch.randn(64, 16), mesh="dp=1", plan=plan)
+    seen: dict[str, Tensor] = {}
+
+    def watch(node: fx.Node, values: Sequence[Tensor]) -> None:
+        seen[info(node).name] = values[0].clone()
+
+    simulate(program.body, program.inputs(), observe=watch)
+    again = [name for name in seen if name.startswith("r.") and name.endswith("a.add")]
+    assert again == ["r.layers.1.a.add", "r.layers.0.a.add"]
+    assert all(seen[name].equal(seen[name.removeprefix("r.")]) for name in again)
 
 
 @pytest.mark.parametrize("layout", ["alone", "tp", "sp"])

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,6 +132,23 @@ def test_products_by_their_shapes() -> None:
         return b.call("y", "f32[96@tp, 32]", OPS.linear_wgrad.default, g, x)
 
     assert cost_of(wgrad).seconds == pytest.approx(2 * 48 * 32 * 256 / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"),
+    [(torch.float32, 1), (torch.complex64, 4), (torch.complex128, 8), (torch.int64, 1)],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_products_of_what_is_not_real_have_a_time(dtype: torch.dtype, share: int) -> None:
+    """A complex product is four real ones; those of float64 are half as fast here."""
+    x, w = torch.ones(8, 16, dtype=dtype), torch.ones(16, 32, dtype=dtype)
+    half = replace(FLAT, fp64_flops_per_second=5e11)
+    for op, operands in ((aten.mm.default, (x, w)), (aten.bmm.default, (x[None], w[None]))):
+        graph, node = graph_of(op, operands, {})
+        assert call_costs(graph, half)[node].seconds == pytest.approx(share * 2 * 8 * 16 * 32 / 1e12)
+        cost = call_costs(graph, named("h200-nvlink"))[node]
+        assert cost.kind == "product"
+        assert 0 < cost.total < 1e-3
 
 
 def test_a_collective_packs_what_does_not_lie_in_rows_of_its_ranks() -> None:

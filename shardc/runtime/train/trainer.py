@@ -611,11 +611,16 @@ class Trainer:
     def close(self, failure: BaseException | None = None) -> None:
         """Leave the job, when what is being saved is on disk; a trainer is also a context manager.
 
-        The other ranks hear of a failure, if that is why.
+        The other ranks hear of a failure, if that is why. That it is raised, and not that a checkpoint could not be
+        written either, often for the same reason: a note of the failure says so.
         """
         try:
             if self._checkpoints is not None:
                 self._checkpoints.close()
+        except Exception as unsaved:
+            if failure is None:
+                raise
+            failure.add_note(str(unsaved))
         finally:
             self.engine.close(None if self.interrupted else failure)
 
