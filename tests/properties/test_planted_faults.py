@@ -229,7 +229,9 @@ BODY: dict[str, tuple[int, Fault]] = {
         0, returned("buffer", "norm.running_var", ("in buffer", "norm.running_var"))
     ),
     "a gradient's term that the ranks drop": (0, is_operand("add.Tensor", "bwd", 0, 0)),
-    "another beta on the ranks": (0, constant("lerp.Scalar", lambda a: a * 1.5, "opt")),
+    "another beta on the ranks": (0, constant("shardc.adamw", lambda a: 0.85 if a == 0.9 else a, "opt")),
+    "another second beta on the ranks": (0, constant("shardc.adamw", lambda a: 0.99 if a == 0.999 else a, "opt", -1)),
+    "another decay on the ranks": (0, constant("shardc.adamw", lambda a: 0.2 if a == 0.1 else a, "opt")),
     "an update of stored shards that the ranks leave out": (
         2, returned("state", "up.weight:exp_avg_sq", ("in state", "up.weight:exp_avg_sq"))
     ),

@@ -252,13 +252,16 @@ def test_sampled_tokens_are_the_same_on_every_mesh() -> None:
 
 @pytest.mark.long
 def test_sampled_tokens_of_a_pipeline() -> None:
-    model, batch = gpt2(batch=4, seq=8, vocab=96, width=32)
+    """Those of one device with the same model, of two layers."""
+    model, batch = gpt2(layers=2, batch=4, seq=8, vocab=96, width=32)
     spread(model)
     plan = {"params": GPT2, "pipeline": {"microbatches": 2}}
-    trainer = shardc.compile(model, batch, mesh="pp=2, tp=2", plan=plan).launch()
-    options = {"do_sample": True, "top_k": 20, "seed": 5, "pad_token_id": 0}
-    exact = ready("gpt2", "dp=1")[1].generate(PROMPTS, NEW, **options)
-    assert torch.equal(trainer.generate(PROMPTS, NEW, **options).sequences, exact.sequences)
+    plans: dict[str, dict[str, Any]] = {"dp=1": {}, "pp=2, tp=2": plan}
+    trainers = [shardc.compile(model, batch, mesh=mesh, plan=plan).launch() for mesh, plan in plans.items()]
+    options: dict[str, Any] = {"do_sample": True, "top_k": 20, "seed": 5, "eos_token_id": [], "pad_token_id": 0}
+    alone, pipelined = (trainer.generate(PROMPTS, NEW, **options).sequences for trainer in trainers)
+    assert torch.equal(pipelined, alone)
+    assert not torch.equal(trainers[1].generate(PROMPTS, NEW, **options | {"seed": 6}).sequences, alone)
 
 
 def test_sequences_of_one_prompt_differ() -> None:

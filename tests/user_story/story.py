@@ -1,22 +1,28 @@
 """The script of the story: torchrun --nproc-per-node 4 story.py "SUBJECT ATTEMPT" FOLDER
 
 It compiles, trains with a loader, evaluates every ten steps and saves every five. In its first attempt rank 3 is killed
-in the middle; the second goes on from the folder, on another mesh, exports, and generates.
+in the middle, when the checkpoint of step 15 is whole; the second goes on from the folder, on another mesh, exports,
+and generates.
 """
 
 import json
 import os
 import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import shardc
+from shardc.runtime.checkpoint.folder import find
+from shardc.runtime.checkpoint.manifest import Manifest
 from tests.user_story.models import SUBJECTS, held_out, loader
 
-KILLED_AFTER, PROMPTS = 17, [[5, 6, 7], [9, 11, 13, 15], [20], [30, 33]]
+KILLED_AFTER, SAVED = 17, 15  # the steps of rank 3's last moment, and of the last checkpoint before
+PROMPTS = [[5, 6, 7], [9, 11, 13, 15], [20], [30, 33]]
 
 
 def main(name: str, folder: Path, attempt: int) -> None:
@@ -41,6 +47,7 @@ def main(name: str, folder: Path, attempt: int) -> None:
                 with (folder / f"losses.{attempt}").open("a", encoding="utf-8") as file:
                     print(json.dumps(row), file=file)
             if not attempt and metrics.step == KILLED_AFTER and os.environ["RANK"] == "3":
+                await_checkpoint(folder / "run")
                 os.kill(os.getpid(), signal.SIGKILL)
         trainer.export_safetensors(folder / "weights")
         if name == "llama":
@@ -52,6 +59,17 @@ def main(name: str, folder: Path, attempt: int) -> None:
         if trainer.leads:
             (folder / "generated").write_text(json.dumps(generated))
     (folder / f"{os.environ['RANK']}.json").write_text("{}")
+
+
+def await_checkpoint(path: Path) -> None:
+    """It is written in the background: a job that dies before it is whole goes on from the one before."""
+    deadline = time.monotonic() + 45
+    while time.monotonic() < deadline:
+        with suppress(shardc.ShardcError, OSError):  # one is moved to its place as this looks
+            if Manifest.read(find(path)).step == SAVED:
+                return
+        time.sleep(0.02)
+    raise TimeoutError(f"no checkpoint of step {SAVED} in {path}")
 
 
 if __name__ == "__main__":
