@@ -27,6 +27,7 @@ from shardc.cost.flops import PRODUCTS
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, info, op_name, operands, type_of, update
 from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS
+from shardc.ir.provenance import Derivation
 from shardc.ir.storages import Storage, storages
 from shardc.ir.types import TensorType
 from shardc.passes.base import Pass
@@ -44,8 +45,9 @@ class BiasProducts(Pass):
     def run(self, graph: Graph) -> Graph:
         adding = graph.calls_of(aten.add.Tensor) if self.enabled else []
         storage_of = storages(graph) if any(_parts(call) is not None for call in adding) else {}
-        refused = {_original(call) for call in adding if not _may_join(call, storage_of)}
-        names = {info(call).name for call in adding if _original(call) not in refused}
+        repeats = {info(call).name: origin.of for call in adding if (origin := _repeated(call)) is not None}
+        refused = {_first(call, repeats) for call in adding if not _may_join(call, storage_of)}
+        names = {info(call).name for call in adding if _first(call, repeats) not in refused}
         if not names:
             return graph
         graph = graph.copy()
@@ -56,10 +58,16 @@ class BiasProducts(Pass):
         return graph
 
 
-def _original(call: fx.Node) -> str:
-    """The name of the call that it is, or that it repeats."""
-    origin = info(call).origin
-    return origin.of if origin is not None and info(call).is_repeated else info(call).name
+def _repeated(call: fx.Node) -> Derivation | None:
+    return info(call).origin if info(call).is_repeated else None
+
+
+def _first(call: fx.Node, repeats: Mapping[str, str]) -> str:
+    """The name of the call itself, or of the first that it repeats: the half of a batch may be computed again."""
+    name = info(call).name
+    while name in repeats:
+        name = repeats[name]
+    return name
 
 
 def _may_join(call: fx.Node, storage_of: Mapping[fx.Node, Storage]) -> bool:
