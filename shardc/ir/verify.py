@@ -47,13 +47,14 @@ def violations(graph: Graph) -> list[str]:
     changed = _changed(graph)
     if faults := formed(graph, changed):
         return faults
-    # Results are declared by the call, and taken by its getitems.
-    calls = dict.fromkeys(n.args[0] if n.target is operator.getitem else n for n in changed if n.op == "call_function")
+    calls = [node for node in changed if _is_call(node)]
+    # Results are declared by a call, and taken by its getitems.
+    taken = [value for node in changed if node.target is operator.getitem for value in node.all_input_nodes]
     faults = [
         *types_sound(graph, changed),
         *(line for check in CHECKS for line in check(graph)),
-        *arguments_fit(n for n in changed if n.op == "call_function" and n.target is not operator.getitem),
-        *(line for call in calls for line in _results_fit(call)),  # type: ignore[arg-type]
+        *arguments_fit(calls),
+        *(line for call in dict.fromkeys((*calls, *filter(_is_call, taken))) for line in _results_fit(call)),
     ]
     if not faults:
         _held[graph][1].update(changed)
@@ -100,7 +101,7 @@ def formed(graph: Graph, nodes: Collection[fx.Node] | None = None) -> list[str]:
             faults.append(f"V0 {node.name} is a {node.op}")
         elif not isinstance(node.meta.get("shardc"), ValueInfo):
             faults.append(f"V0 {node.name} has no ValueInfo")
-        elif node.op == "call_function" and node.target is not operator.getitem and not _known(node.target):
+        elif _is_call(node) and not _known(node.target):
             faults.append(f"V0 {info(node).name} calls {node.target}, which is no op of aten or shardc")
     return faults
 
@@ -187,8 +188,9 @@ def ordered(graph: Graph) -> list[str]:
         for value in node.all_input_nodes:
             if value not in defined:
                 faults.append(f"{_name(node)} uses {value.name} before it is defined")
-            elif not getitem and info(value).type is None:
-                faults.append(f"{_name(node)} uses {info(value).name} whole")
+            elif getitem is (info(value).type is not None):
+                how = f"takes a result of {info(value).name}, a tensor" if getitem else f"uses {info(value).name} whole"
+                faults.append(f"{_name(node)} {how}")
         defined.add(node)
     return faults
 
@@ -203,6 +205,10 @@ CHECKS: tuple[Callable[[Graph], list[str]], ...] = (
 
 def _name(node: fx.Node) -> str:
     return "the output" if node.op == "output" else info(node).name
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not operator.getitem
 
 
 def _nodes(graph: Graph) -> Iterable[fx.Node]:

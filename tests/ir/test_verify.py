@@ -100,6 +100,7 @@ DAMAGE: dict[str, tuple[Callable[[Graph], None], str]] = {
     "used before defined": (use_before, "before it is defined"),
     "an input after a call": (late_input, "is an input after a call"),
     "used whole": (use_whole, "uses top whole"),
+    "a result of an input": (set_args("top.1", "%x", 1), "takes a result of x, a tensor"),
     "one result twice": (second_getitem, "a second time"),
     "result out of range": (set_args("top.1", "%top", 5), "takes result 5"),
     "result of another shape": (retype("top.0", "f32[8@dp, 3]"), "top declares f32[8, 2]"),
