@@ -26,7 +26,7 @@ from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, info, operands, producer
 from shardc.ir.layers import layer_or_module, layers_of
 from shardc.ir.microbatch import GIVEN, MADE
-from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.partition.stage_recompute import original_of, recomputed_calls
 
@@ -45,6 +45,10 @@ class StepAnalysis:
 
     body: Graph
     divided: frozenset[str] = frozenset()  # layers that the cut may go through
+
+    def __post_init__(self) -> None:
+        hidden = self.body.calls_of(ACCUMULATE_WGRAD)
+        assert not hidden, f"{hidden[0]} adds to its sum itself, which is not explicit: `separate_terms` first"
 
     @cached_property
     def microbatch_nodes(self) -> set[fx.Node]:

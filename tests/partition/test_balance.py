@@ -18,6 +18,8 @@ from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info
 from shardc.ir.hardware import DEFAULT
 from shardc.ir.links import Group
+from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
+from shardc.ir.ops.linear import LINEAR_WGRAD
 from shardc.partition.balance import (
     balanced_starts,
     choose_starts,
@@ -30,8 +32,16 @@ from shardc.partition.cut import cut
 from shardc.partition.fused_costs import fused_call_costs
 from shardc.partition.step_analysis import StepAnalysis
 from shardc.passes.fusion.fuse import Fuse
+from shardc.passes.sum_products import separate_terms
 from shardc.plan.hardware import hardware
 from tests.partition.whole import compiled, step
+
+
+def terms_apart(body: Graph) -> Graph:
+    """As `cut` cuts it: products of gradients of weights add to no sum themselves."""
+    graph = body.copy()
+    separate_terms(graph)
+    return graph
 
 
 def brute_force(costs: list[float], crossing: list[float], stages: int) -> float:
@@ -66,6 +76,19 @@ def test_as_good_as_brute_force(data: st.DataObject) -> None:
     assert sum(crossing[at] for at in loose[1:]) <= sum(crossing[at] for at in starts[1:])
 
 
+def test_units_count_the_products_of_weights_gradients() -> None:
+    """Also where these add to their sums themselves: such a body is not analysed before its terms are values."""
+    body = step(Stages(), torch.ones(8, 16), 4).body
+    with pytest.raises(AssertionError, match="which is not explicit"):
+        StepAnalysis(body)
+    analysis = StepAnalysis(terms_apart(body))
+    products = {call for call in analysis.calls if call.target is LINEAR_WGRAD}
+    assert len(products) == len(body.calls_of(ACCUMULATE_WGRAD)) == 10
+    costs = unit_costs(analysis, costs={call: float(call in products) for call in analysis.calls})
+    of_units = zip(analysis.units, costs, strict=True)
+    assert {unit.name: cost for unit, cost in of_units if unit.name} == {"stages.0": 2, "stages.1": 8}
+
+
 @pytest.mark.long
 def test_24_layers_with_a_vocabulary_of_128k() -> None:
     """The head costs as much as several layers; the balance is within 3 % of what brute force finds."""
@@ -77,7 +100,7 @@ def test_24_layers_with_a_vocabulary_of_128k() -> None:
     with torch.device("meta"):
         model, tokens = GPT2LMHeadModel(config), torch.zeros(4, 1024, dtype=torch.long)
     program = step(model, {"input_ids": tokens, "labels": tokens}, 4)
-    analysis = StepAnalysis(program.body)
+    analysis = StepAnalysis(terms_apart(program.body))
     costs = unit_costs(analysis)
     units = list(zip(analysis.units, costs, strict=True))
     crossing = [DEFAULT.flops_per_sent_byte(()) * size for size in cut_bytes(analysis)]
@@ -137,7 +160,7 @@ class Stages(nn.Module):
 
 
 def test_a_layer_of_more_than_a_stages_share_is_divided() -> None:
-    analysis = StepAnalysis(step(Stages(), torch.ones(8, 16), 1).body)
+    analysis = StepAnalysis(terms_apart(step(Stages(), torch.ones(8, 16), 1).body))
     layers = [unit.name for unit in analysis.units if unit.name]
     assert layers == ["stages.0", "stages.1"]
     assert divide_large_layers(analysis, 1).divided == frozenset()
@@ -152,7 +175,7 @@ def test_a_layer_of_more_than_a_stages_share_is_divided() -> None:
 
 @pytest.mark.long  # a layer is not divided: an ordinary test of another model
 def test_blocks_of_t5_stay_whole() -> None:
-    body = compiled("t5", "alone", 1)[0].body
+    body = terms_apart(compiled("t5", "alone", 1)[0].body)
     analysis = divide_large_layers(StepAnalysis(body), 3)
     assert analysis.divided == frozenset()
     assert {"encoder.block.0", "decoder.block.1"} <= {unit.name for unit in analysis.units}
@@ -250,7 +273,7 @@ def test_of_equal_layers_one_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     for blocks in (6, 12):
         with torch.device("meta"):
             model, tokens = Deep(blocks).to(torch.bfloat16), torch.zeros(8, 64, dtype=torch.long)
-        body = step(model, tokens, 8).body
+        body = terms_apart(step(model, tokens, 8).body)
         runs = list[Graph]()
         monkeypatch.setattr(Fuse, "run", lambda _, graph, runs=runs: runs.append(graph) or graph)
         fused_call_costs(StepAnalysis(body), costs_by_kind(body, DEFAULT), Fuse(), DEFAULT)
