@@ -26,8 +26,9 @@ IN_CI = [
     *("multimodal/clip", "multimodal/llava", "multimodal/tipsv2"),
 ]
 # Collectives beyond what the form needs. Norms over a split width are sums; T5's layers share a table of positions; a
-# contrastive loss is of pairs of rows that are split; features of images take the places of tokens one after the other.
-EXCESS = {"causal/olmo2": 8, "seq2seq/t5": 1, "multimodal/clip": 4, "multimodal/tipsv2": 4, "multimodal/llava": 6}
+# contrastive loss is of pairs of rows that are split; that CLIP's mask leaves out no token is asked of all rows, since
+# ranks refuse a batch together; features of images take the places of tokens one after the other.
+EXCESS = {"causal/olmo2": 8, "seq2seq/t5": 1, "multimodal/clip": 5, "multimodal/tipsv2": 4, "multimodal/llava": 6}
 
 
 # Of each kind; other tests compile and verify GPT-2, Llama and T5.

@@ -86,6 +86,10 @@ def again(program: shardc.Program) -> list[fx.Node]:
     return [n for n in program.body.calls() if info(n).is_recomputed]
 
 
+def names_of_collectives(program: shardc.Program) -> list[str]:
+    return [info(n).name for n in program.body.calls() if op_name(n.target) in KINDS]
+
+
 def crossing(body: Graph) -> set[fx.Node]:
     """What layers make in forward and backward reads, by the value whose storage it is."""
     storage = storages(body)
@@ -104,22 +108,27 @@ def test_same_numbers_in_less_memory(name: str, arguments: tuple[tuple[str, Any]
     assert activations < 0.9 * held
     assert max(memory(program.body).timeline) == pytest.approx(most, rel=0.05)
     assert again(program)
-    ops = {op_name(n.target) for n in again(program)}
-    if mode is not COLLECTIVE:
-        assert len(program.collectives()) == len(before.collectives())
-        assert not ops & set(KINDS)
+    if mode is not COLLECTIVE:  # a gather of backward's own may serve what runs again: it has the name that it had
+        assert sorted(names_of_collectives(program)) == sorted(names_of_collectives(before))
     if mode == "selective":
+        ops = {op_name(n.target) for n in again(program)}
         assert not ops & (set(COUNTS) - {"bmm", "shardc.sdpa"})
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_full_recompute_of_24_layers() -> None:
-    arguments = (("layers", 24), ("batch", 4), *DROPOUT)
-    before, expected, held = plain("gpt2", arguments)
-    found, most, activations = run(program := replanned(before, recompute="full"))
+    """Late gradients hold what they read of layers that have run again, but only where the peak leaves room."""
+    arguments = (("layers", 24), ("batch", 32), *DROPOUT)
+    none, expected, _ = plain("gpt2", arguments)
+    (_, _, held), (_, most, activations) = (
+        run(replanned(none, recompute=mode, overlap={"late_gradients": False})) for mode in ("none", "full")
+    )
     assert held >= 5 * activations
-    assert max(memory(program.body).timeline) == pytest.approx(most, rel=0.05)
+    found, late, _ = run(program := replanned(none, recompute="full"))
+    report = memory(program.body)
+    assert report.stored + late <= 1.05 * (report.stored + most)
+    assert max(report.timeline) == pytest.approx(late, rel=0.05)
     assert all(torch.equal(found[port], value) for port, value in expected.items())
 
 
