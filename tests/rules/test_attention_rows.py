@@ -19,8 +19,10 @@ from shardc.ir.ops.attention_rows import (
     ALL_KEYS,
     SDPA_ROWS,
     SDPA_ROWS_BWD,
+    forms_of_tiles,
     layout,
     tiles_at,
+    tiles_of_ranks,
 )
 from shardc.ir.ops.attention_tiles import Kernels, Tile, square, tiles
 from shardc.ir.ops.context import Communicator, RankContext, running
@@ -218,6 +220,25 @@ def test_what_is_in_the_future_is_not_computed() -> None:
         assert [sum(of_rank) for of_rank in zip(*steps, strict=True)] == gathered
         if rows != str(n):
             assert all(len({*step}) == 1 for step in steps)
+
+
+@pytest.mark.parametrize("window", [(), (-20, 0)])
+@pytest.mark.parametrize("axes", [("cp",), ("cp", "tp"), ("tp", "cp")])
+@pytest.mark.parametrize(("rows", "keys"), [("250", ""), (str(zigzag(256, "cp", 4)), ""), ("256", "128")])
+def test_tiles_of_all_ranks(rows: str, keys: str, axes: tuple[str, ...], window: tuple[int, ...]) -> None:
+    """Each rank's are those that it computes; their forms are the same ones, each once, wherever they lie."""
+    mesh = Mesh(dp=2, cp=4, tp=2)
+    many = 0
+    for step in (ALL_KEYS, *range(mesh.size(axes))):
+        places = [mesh.coordinate(rank) for rank in mesh.group_of(0, axes)]
+        expected = [tiles_at(rows, axes, step, True, mesh, place, window, keys)[0] for place in places]
+        told = (rows, axes, step, True, mesh, window, keys)
+        assert list(tiles_of_ranks(*told)) == expected
+        forms = forms_of_tiles(*told)
+        moved = [[tile._replace(row=0, key=0) for tile in of_rank] for of_rank in expected]
+        assert [*dict.fromkeys(map(tuple, moved))] == list(forms)
+        many += len(expected) - len(forms)
+    assert many > 0
 
 
 def test_a_zigzag_is_one_tile_a_run_or_one_for_both() -> None:

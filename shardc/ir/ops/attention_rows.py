@@ -31,7 +31,7 @@ axes `heads`, by dividing heads instead of rows. `localize` leaves none of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -140,8 +140,39 @@ def tiles_of_ranks(
     rows: str, axes: tuple[str, ...], step: int, causal: bool, mesh: Mesh, window: tuple[int, ...], keys: str
 ) -> Sequence[Sequence[Tile]]:
     """The tiles of each rank along the axes: asked once for all layers."""
-    places = [mesh.coordinate(rank) for rank in mesh.group_of(0, axes)]
-    return [tiles_at(rows, axes, step, causal, mesh, place, window, keys)[0] for place in places]
+    return list(_of_ranks(rows, axes, step, causal, mesh, window, keys))
+
+
+@lru_cache(maxsize=4096)
+def forms_of_tiles(
+    rows: str, axes: tuple[str, ...], step: int, causal: bool, mesh: Mesh, window: tuple[int, ...], keys: str
+) -> Sequence[Sequence[Tile]]:
+    """The same, wherever tiles lie, and what several ranks have once. In a long ring, most have what others have."""
+    found = _of_ranks(rows, axes, step, causal, mesh, window, keys)
+    return list(
+        dict.fromkeys(
+            tuple([Tile(0, t.rows, 0, t.keys, t.diagonal, t.offset, t.window) for t in of_rank]) for of_rank in found
+        )
+    )
+
+
+def _of_ranks(
+    rows: str, axes: tuple[str, ...], step: int, causal: bool, mesh: Mesh, window: tuple[int, ...], keys: str
+) -> Iterator[list[Tile]]:
+    own = _layouts(rows, axes, mesh)
+    if step == ALL_KEYS or (window and step):
+        for rank in mesh.group_of(0, axes):
+            yield tiles_at(rows, axes, step, causal, mesh, mesh.coordinate(rank), window, keys)[0]
+        return
+    seen = _layouts(keys or rows, axes, mesh)
+    for place, runs_of_rank in enumerate(own):
+        yield tiles(runs_of_rank, seen[(place - step) % len(seen)], causal, window)
+
+
+@lru_cache(maxsize=64)
+def _layouts(rows: str, axes: tuple[str, ...], mesh: Mesh) -> Sequence[Sequence[Run]]:
+    """The runs of each rank of the ring along the axes, in its order."""
+    return [layout(rows, axes, mesh, mesh.coordinate(rank)) for rank in mesh.group_of(0, axes)]
 
 
 # ---------------------------------------------------------------------- forward

@@ -12,7 +12,7 @@ What other work of the layer covers is not known here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardc.ir.blocks import Blocks
 from shardc.ir.graph import type_of
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.attention_rows import ALL_KEYS, reach, tiles_of_ranks
+from shardc.ir.ops.attention_rows import ALL_KEYS, forms_of_tiles, reach, tiles_of_ranks
 from shardc.ir.ops.attention_sums import wide
 from shardc.ir.ops.attention_tiles import Tile, pairs, square, tiles
 from shardc.ir.ops.local import Run
@@ -81,19 +81,19 @@ class Times:
             for tile in square(todo)
         )
 
-    def _tiles(self, step: int, axes: Axes) -> Sequence[Sequence[Tile]]:
-        """Of each rank of the axes, in a step."""
+    def _tiles(self, step: int, axes: Axes, find: Callable[..., Sequence[Sequence[Tile]]]) -> Sequence[Sequence[Tile]]:
+        """Of the ranks of the axes, in a step: of each, or each form of them."""
         rows, keys = self.q.dims[-2], self.k.dims[-2]
         if not (implied(self.args) and self.countable):
             whole = self.k.shape[-2] if step == ALL_KEYS else -(-self.k.shape[-2] // self.mesh.size(axes))
             return [[Tile(0, -(-self.q.shape[-2] // self.size), 0, whole, False)]]
         lie = "" if self.window else rows_text(keys)
-        return tiles_of_ranks(rows_text(rows), self.axes, step, self.args["causal"], self.mesh, tuple(self.window), lie)
+        return find(rows_text(rows), self.axes, step, self.args["causal"], self.mesh, tuple(self.window), lie)
 
     @cached_property
     def own_share(self) -> float:
         """Seconds of the products of forward and backward, if all ranks had the same and one call for it."""
-        of_ranks = self._tiles(ALL_KEYS, self.axes)
+        of_ranks = self._tiles(ALL_KEYS, self.axes, tiles_of_ranks)
         seen = sum(pairs(tile, bool(self.window)) for tiles in of_ranks for tile in tiles) / len(of_ranks)
         flops = 2 * self._heads() * (self.q.shape[-1] + self.v.shape[-1]) * seen
         rate, sizes = self.hardware.attention_seconds, (self.k.shape[-2], self.q.shape[-1])
@@ -122,7 +122,7 @@ class Times:
 
     def all_gather(self) -> float:
         """Keys and values are gathered, in backward again, and their gradients reduce-scattered, a copy each."""
-        of_ranks = self._tiles(ALL_KEYS, self.axes)
+        of_ranks = self._tiles(ALL_KEYS, self.axes, tiles_of_ranks)
         total = 0.0
         for backward in (False, True)[: 1 + self.backward]:
             total += max(self._computed(todo, self._heads(), backward) for todo in of_ranks)
@@ -142,7 +142,7 @@ class Times:
             parts = {places: n / rows for places, n in reach(text, axes, self.window, self.mesh).items()}
         count, keys = self._heads() / heads, self.keys / 2  # of a tensor
         sums = keys * self.wide / self.k.dtype.itemsize
-        inner = [self._tiles(step, axes) for step in (0, *parts)] if axes == self.axes else None
+        inner = [self._tiles(step, axes, forms_of_tiles) for step in (0, *parts)] if axes == self.axes else None
         even = self.own_share / (1 + BACKWARD * self.backward) / self.mesh.size(axes)
 
         def step(i: int, backward: bool, contended: bool = False) -> float:
