@@ -57,7 +57,8 @@ def violations(graph: Graph) -> list[str]:
         *(line for call in dict.fromkeys((*calls, *filter(_is_call, taken))) for line in _results_fit(call)),
     ]
     if not faults:
-        _held[graph][1].update(changed)
+        axes, held = _held[graph]
+        _held[graph] = (axes, {node: changed.get(node) or held[node] for node in _nodes(graph)})
     return faults
 
 
@@ -92,6 +93,8 @@ def formed(graph: Graph, nodes: Collection[fx.Node] | None = None) -> list[str]:
         return ["V0 the graph does not end in an output of a tuple"]
     calls = False
     for node in graph.fx.nodes:
+        if node.op == "output" and node is not last:
+            faults.append(f"V0 {node.name} is an output before the end")
         if node.op != "placeholder":
             calls = True
         elif calls:

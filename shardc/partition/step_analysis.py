@@ -48,7 +48,7 @@ class StepAnalysis:
 
     def __post_init__(self) -> None:
         hidden = self.body.calls_of(ACCUMULATE_WGRAD)
-        assert not hidden, f"{hidden[0]} adds to its sum itself, which is not explicit: `separate_terms` first"
+        assert not hidden, f"{info(hidden[0]).name} adds to its sum itself: `separate_terms` first"
 
     @cached_property
     def microbatch_nodes(self) -> set[fx.Node]:

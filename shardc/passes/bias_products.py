@@ -7,8 +7,8 @@
 
 An activation's kernel, a residual sum's or a norm's adds the bias to what it reads anyway. What only attention,
 products and collectives read is read and written once more for its bias, unless the product adds it as it writes its
-result. In 16 bits that leaves a rounding out, so a call and those that repeat it, in backward or for the other half of
-a batch, are all joined or none is.
+result. In 16 bits that leaves a rounding out, so a call and those of its graph that repeat it, in backward or for the
+other half of a batch, are all joined or none is. (A stage's forward and backward are graphs of their own.)
 
 Needs a localized body, or a part of one. Ensures the same values under the same names; no product that is a pending sum
 has a bias, which would be added on each rank.
@@ -111,11 +111,12 @@ def _base(value: fx.Node) -> fx.Node:
 
 
 def _join(graph: Graph, added: fx.Node, product: fx.Node, bias: fx.Node) -> None:
-    """The product with its bias, where the bias was added: a plan may gather it behind the product, or before."""
+    """The product with its bias, where the product was; where the bias was added, if a plan gathers it in between."""
     x, w = operands(product)
     target, args = (LINEAR_BIAS, (x, w, bias)) if product.target is LINEAR else (aten.addmm.default, (bias, x, w))
     about = info(added)
-    with graph.fx.inserting_before(added):
+    early = next(node for node in graph.fx.nodes if node is product or node is bias) is bias
+    with graph.fx.inserting_before(product if early else added):
         joined = graph.call(target, args, like=added, type=type_of(added), assignment=info(product).assignment)
     added.replace_all_uses_with(joined)
     for named in (graph.gradients, graph.activations):

@@ -46,6 +46,11 @@ def set_args(name: str, *args: object) -> Callable[[Graph], None]:
     return change
 
 
+def early_output(graph: Graph) -> None:
+    with graph.fx.inserting_before(node(graph, "z")):
+        graph.fx.create_node("output", "output", ((node(graph, "x"),),))
+
+
 def use_before(graph: Graph) -> None:
     node(graph, "y").prepend(node(graph, "z"))  # moves z, which reads y, before it
 
@@ -98,6 +103,7 @@ DAMAGE: dict[str, tuple[Callable[[Graph], None], str]] = {
     "tensor for a number": (set_args("top", "%y", "%w"), "the schema wants int"),
     "word for a list": (set_args("z", "%top.0", ["a"]), "the schema wants"),
     "used before defined": (use_before, "before it is defined"),
+    "an output before the end": (early_output, "is an output before the end"),
     "an input after a call": (late_input, "is an input after a call"),
     "used whole": (use_whole, "uses top whole"),
     "a result of an input": (set_args("top.1", "%x", 1), "takes a result of x, a tensor"),

@@ -618,9 +618,10 @@ class Trainer:
             if self._checkpoints is not None:
                 self._checkpoints.close()
         except Exception as unsaved:
-            if failure is None:
+            if not isinstance(failure, Exception):  # of an exit, which ends well, notes are not shown
                 raise
-            failure.add_note(str(unsaved))
+            if unsaved is not failure:
+                failure.add_note(f"{type(unsaved).__name__}: {unsaved}")
         finally:
             self.engine.close(None if self.interrupted else failure)
 
