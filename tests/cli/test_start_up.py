@@ -40,7 +40,14 @@ AFTER_TORCH = {
     "kernels before the compiler": "import kernels_triton.match.op",
     "rules": "import shardc.rules",
     "planning": "import shardc; shardc.autoplan, shardc.Ranking",
-    "planning, then compile": "import shardc; shardc.autoplan; shardc.compile",
+    "planning, then compile": """
+import shardc
+shardc.autoplan
+from shardc.rules.registry import _RULES
+known = set(_RULES)
+shardc.compile
+assert known == set(_RULES), "planning goes by other rules than compiling"
+""",
     "trainer": "import shardc.runtime.train.trainer",
 }
 FORKS = """

@@ -382,31 +382,6 @@ def test_the_background_saves_what_was(tmp_path: Path, monkeypatch: pytest.Monke
         trainer.close()
 
 
-def test_a_save_that_fails_too_does_not_hide_what_ended_the_job(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    def job() -> None:
-        with small() as trainer:
-            trainer.save(tmp_path / "file/c", asynchronous=True)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as ended:
-        job()
-    assert ["could not be written" in note for note in ended.value.__notes__] == [True]
-
-
-def test_a_job_whose_last_save_failed_does_not_exit_as_if_all_were_well(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    def job() -> None:
-        with small() as trainer:
-            trainer.save(tmp_path / "file/c", asynchronous=True)
-            raise SystemExit(0)
-
-    with pytest.raises(ShardcError, match="could not be written"):
-        job()
-
-
 def test_extra_is_plain_data(tmp_path: Path) -> None:
     with pytest.raises(ShardcError, match="`extra` is not plain data"):
         small().save(tmp_path / "ck", extra={"rng": torch.zeros(2)})

@@ -148,25 +148,22 @@ def forms_of_tiles(
     rows: str, axes: tuple[str, ...], step: int, causal: bool, mesh: Mesh, window: tuple[int, ...], keys: str
 ) -> Sequence[Sequence[Tile]]:
     """The same, wherever tiles lie, and what several ranks have once. In a long ring, most have what others have."""
-    found = _of_ranks(rows, axes, step, causal, mesh, window, keys)
-    return list(
-        dict.fromkeys(
-            tuple([Tile(0, t.rows, 0, t.keys, t.diagonal, t.offset, t.window) for t in of_rank]) for of_rank in found
-        )
-    )
+    forms: dict[tuple[Tile, ...], None] = {}
+    for of_rank in _of_ranks(rows, axes, step, causal, mesh, window, keys):
+        forms[tuple([Tile(0, t.rows, 0, t.keys, t.diagonal, t.offset, t.window) for t in of_rank])] = None
+    return list(forms)
 
 
 def _of_ranks(
     rows: str, axes: tuple[str, ...], step: int, causal: bool, mesh: Mesh, window: tuple[int, ...], keys: str
 ) -> Iterator[list[Tile]]:
-    own = _layouts(rows, axes, mesh)
     if step == ALL_KEYS or (window and step):
         for rank in mesh.group_of(0, axes):
             yield tiles_at(rows, axes, step, causal, mesh, mesh.coordinate(rank), window, keys)[0]
         return
-    seen = _layouts(keys or rows, axes, mesh)
-    for place, runs_of_rank in enumerate(own):
-        yield tiles(runs_of_rank, seen[(place - step) % len(seen)], causal, window)
+    rows_of, keys_of = _layouts(rows, axes, mesh), _layouts(keys or rows, axes, mesh)
+    for place, rows_of_rank in enumerate(rows_of):
+        yield tiles(rows_of_rank, keys_of[(place - step) % len(keys_of)], causal, window)
 
 
 @lru_cache(maxsize=64)
