@@ -6,6 +6,9 @@
                                                       calls of functions, which do not vary as seconds do, of two trees
     python benchmarks/compile_time.py --shape 7b --pairs 5 --against ../before
                                                       seconds of two trees, in turn, and their ratios
+    python benchmarks/compile_time.py --shape 7b --shares
+                                                      seconds of each pass too; then all layers go through all passes,
+                                                      which takes longer
     python benchmarks/compile_time.py --shape 7b --cached
                                                       a second start, which takes the program from the cache: the bar is
                                                       0.5 s of CPU
@@ -14,7 +17,7 @@
                                                       of functions: drawn chains, blocks of norms and softmaxes, GPT-2
 
 Every configuration compiles in a process of its own (so that peak memory is its own) and prints one JSON line: seconds
-in all, of tracing, and of each pass (its static checks included), nodes, peak GiB of resident memory. The number of
+in all and of tracing, nodes, peak GiB of resident memory. The number of
 ranks does not appear in any pass: `7b` on 8 and on 128 ranks shows that.
 """
 
@@ -74,7 +77,9 @@ def _module_that_traces() -> Any:
     return next(sys.modules[name] for name in names if hasattr(sys.modules.get(name), "trace"))
 
 
-def measure(shape: str, layers: int | None, mesh: str, calls: bool, cached: bool = False) -> dict[str, object]:
+def measure(
+    shape: str, layers: int | None, mesh: str, calls: bool, cached: bool = False, by_pass: bool = False
+) -> dict[str, object]:
     """Compile once, in this process. With `calls`, the calls of functions are counted, which makes it slower. `cached`,
     the program is taken from the cache, if it has it; then what the graphs take is told too, which are read later."""
     import torch
@@ -113,7 +118,7 @@ def measure(shape: str, layers: int | None, mesh: str, calls: bool, cached: bool
         {"input_ids": tokens, "labels": tokens},
         mesh=parsed,
         plan=PLANS.get(shape, PLAN),
-        watch=lambda one, _graph, seconds: shares.__setitem__(one.name, round(seconds, 2)),
+        watch=(lambda one, _graph, seconds: shares.__setitem__(one.name, round(seconds, 2))) if by_pass else None,
         **({"cache": True} if cached else {}),
     )
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
@@ -258,6 +263,7 @@ def main() -> int:
     parser.add_argument("--against", type=Path, help="another checkout, compiled with in turn with this one")
     parser.add_argument("--pairs", type=int, help="how often, with --against (1) and with --fusing (5)")
     parser.add_argument("--cached", action="store_true", help="time a second start, in a process of its own")
+    parser.add_argument("--shares", action="store_true", help="seconds of each pass, over all layers")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.fusing and options.one:
@@ -268,9 +274,9 @@ def main() -> int:
         compare_fusing(options.fusing, trees, options.pairs or 5)
         return 0
     if options.one:
-        print(
-            json.dumps(measure(options.shape, options.layers[0] or None, options.mesh, options.calls, options.cached))
-        )
+        layers = options.layers[0] or None
+        row = measure(options.shape, layers, options.mesh, options.calls, options.cached, options.shares)
+        print(json.dumps(row))
         return 0
     if options.cached:
         return time_second_starts(options.shape or "7b", options.layers, options.mesh)
@@ -279,6 +285,7 @@ def main() -> int:
     for shape, layers, mesh, limit in todo:
         arguments = ["--one", "--shape", shape, "--layers", str(layers or 0), "--mesh", mesh]
         arguments += ["--calls"] if options.calls else []
+        arguments += ["--shares"] if options.shares else []
         if options.against is not None:
             compare(arguments, options.against, options.pairs or 1)
             continue

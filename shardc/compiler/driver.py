@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardc.compiler.decompose_auto import DecomposeChoice, can_decompose, choose
+from shardc.compiler.layer_copies import sharded_by_layers
 from shardc.compiler.pass_pipeline import (
     Options,
     body_passes,
@@ -38,6 +39,7 @@ from shardc.ir.microbatch import in_first_microbatch
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.base import Pass
+from shardc.passes.communication.combine import Combine
 from shardc.passes.communication.decompose import Decompose
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.fusion.analysis.traffic import Traffic, traffic
@@ -168,21 +170,32 @@ def distribute(
     last: type[Pass] | None = None,
 ) -> Graph:
     """One rank's body of a step, which has no kernels yet; or what it is after the pass `last`."""
+    behind = _passes(body_passes((), (), (), options), Combine, last)
+    if behind and (sharded := sharded_by_layers(reference, bound, options, _sharded)) is not None:
+        return run(sharded, behind, options)
+    return _sharded(reference, bound, options, last)
+
+
+def _sharded(reference: Graph, bound: Sequence[Bound], options: Options, last: type[Pass] | None = Combine) -> Graph:
     cuts = [*cuts_of(reference, bound), *options.store.cuts(reference)]
     sharded = sharded_dims(reference, bound, options.store)
     sequences = sharded_sequences(reference, bound, options.context)
     todo = body_passes(bound, cuts, sharded, options, sequences)
-    if last is not None:
-        todo = todo[: 1 + next(i for i, pass_ in enumerate(todo) if isinstance(pass_, last))]
-    return run(reference.copy(), todo, options)
+    return run(reference.copy(), _passes(todo, None, last), options)
+
+
+def _passes(todo: Sequence[Pass], after: type[Pass] | None, last: type[Pass] | None) -> Sequence[Pass]:
+    """Those behind the pass `after`, up to `last`."""
+    start, end = (
+        None if kind is None else 1 + next(i for i, p in enumerate(todo) if isinstance(p, kind))
+        for kind in (after, last)
+    )
+    return todo[start:end]
 
 
 def localized(sharded: Graph, options: Options) -> Graph:
     """One rank's body, of a copy of what `distribute` left after ReportGathers: recomputation, and all behind it."""
-    passes = body_passes((), (), (), options)
-    return run(
-        sharded.copy(), passes[1 + next(i for i, p in enumerate(passes) if isinstance(p, ReportGathers)) :], options
-    )
+    return run(sharded.copy(), _passes(body_passes((), (), (), options), ReportGathers, None), options)
 
 
 def finish(staged: StagedProgram, options: Options, *, fused: bool = True) -> StagedProgram:

@@ -227,6 +227,15 @@ class Graph:
                 self._names[candidate] = 0
                 return candidate
 
+    @property
+    def taken(self) -> dict[str, int]:
+        """The names that are taken, those of erased values too, each with the number of the last that `unique` made."""
+        return dict(self._names)
+
+    @taken.setter
+    def taken(self, names: Mapping[str, int]) -> None:
+        self._names = dict(names)
+
     def call(
         self,
         target: Any,

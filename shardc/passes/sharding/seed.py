@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby
 
 from torch import fx
 
@@ -39,13 +39,18 @@ EXPERTS = "no sum over rows, no weight or bias that experts share, no random num
 
 @dataclass(frozen=True)
 class Bound:
-    """An annotation matched to one tensor: a port's name, or the FQN of the module whose output it is."""
+    """An annotation matched to one tensor: a port's name, or the FQN of the module whose output it is.
+
+    `alike` are the tensors of equal layers that the graph is without (`ir/equal_layers.py`): what is found of this one
+    is found of each of them.
+    """
 
     kind: str  # "param" | "input" | "activation" | "output"
     name: str
     placement: Placement
     location: str | None = None
     pattern: str = ""  # what it was matched by; findings of one pattern are said once
+    alike: tuple[str, ...] = ()
 
     @property
     def requirement(self) -> Requirement:
@@ -59,6 +64,9 @@ class Bound:
     @property
     def priority(self) -> int:
         return 0 if self.kind in ("param", "input") else 1
+
+
+_Note = tuple[Hashable, Diagnostic]  # notes of one key are said once
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,8 @@ class SeedAnnotations(Pass):
             b.placement.check(graph.mesh, type_of(value).ndim, b.name, b.cause)
         graph.mesh = _split_mesh(graph.mesh, [_landings(classes, b, v, graph.mesh, {}) for b, v in requests])
         claims = _claims(classes, requests, graph.mesh)
-        notes: list[tuple[Hashable, Diagnostic]] = [_unread(b) for b, value in bound_values if value is None]
+        unread = [(b, [_unread(b)]) for b, value in bound_values if value is None]
+        found: list[tuple[Bound, list[_Note]]] = []
         for b, value in requests:
             landings = _landings(classes, b, value, graph.mesh, claims)
             seed = _seed(b, value, landings, graph.mesh)
@@ -88,10 +97,18 @@ class SeedAnnotations(Pass):
                 message = f"{b.name} and another annotation place one and the same tensor, and differ"
                 raise _refuse("SC206", message, b, hint=f"make them agree, or drop one; the other is: {other.cause}")
             graph.seeds[value] = seed
-            for d, landing in landings.items():
-                notes += _notes(b, value, d, landing, graph.mesh)
-        graph.diagnostics += merged(notes)
+            found.append((b, [note for d, at in landings.items() for note in _notes(b, value, d, at, graph.mesh)]))
+        graph.diagnostics += merged([*_of_equal_layers(unread), *_of_equal_layers(found)])
         return graph
+
+
+def _of_equal_layers(found: Sequence[tuple[Bound, list[_Note]]]) -> Iterator[_Note]:
+    """Notes in the order of a graph with all layers: those of a layer that stands for others, once for each of them."""
+    for count, group in groupby(found, key=lambda each: len(each[0].alike)):
+        layer = list(group)
+        yield from (note for _, notes in layer for note in notes)
+        for other in range(count):
+            yield from ((key, replace(note, tensor=b.alike[other])) for b, notes in layer for key, note in notes)
 
 
 def find_value(graph: Graph, bound: Bound) -> fx.Node | None:
@@ -248,7 +265,7 @@ def _family(bound: Bound) -> tuple[str, str]:
     return bound.kind, bound.pattern or re.sub(r"\d+", "*", bound.name)
 
 
-def _unread(bound: Bound) -> tuple[Hashable, Diagnostic]:
+def _unread(bound: Bound) -> _Note:
     message = f"nothing in the step reads {bound.name}: its annotation has no effect"
     return _family(bound), Diagnostic("SC209", message, "note", **_about(bound), hint="drop the annotation")
 
@@ -269,12 +286,12 @@ def _not_its_blocks(
     )
 
 
-def _notes(bound: Bound, value: fx.Node, dim: int, landing: _Landing, mesh: Mesh) -> list[tuple[Hashable, Diagnostic]]:
+def _notes(bound: Bound, value: fx.Node, dim: int, landing: _Landing, mesh: Mesh) -> list[_Note]:
     """Diagnostics for axes that were dropped or shard another factor than written; each with its key for merging."""
     type, dim_placement = type_of(value), bound.placement.dims[dim]
     family = (*_family(bound), dim, type.sizes[dim])
     about = f"dim {dim} of {bound.name}"
-    notes: list[tuple[Hashable, Diagnostic]] = []
+    notes: list[_Note] = []
 
     def note(code: str, message: str, hint: str | None = None, severity: Severity = "note") -> None:
         diagnostic = Diagnostic(code, message, severity, **_about(bound), hint=hint)

@@ -1,0 +1,96 @@
+"""The sharding of a step with many equal layers, by that of few of them; see `ir/equal_layers.py`.
+
+All passes up to `combine` decide by a call and what is near it. Those behind look over the whole step: how far it is to
+an annotation, what fits in a budget of memory, what can be sent meanwhile. All layers are sharded themselves where
+something is told or asked of single ones: findings, and annotations or storage that differ from layer to layer; and
+where somebody watches the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from shardc.compiler.pass_pipeline import Options, inspect
+from shardc.ir.diagnostic import ShardcError
+from shardc.ir.equal_layers import UnequalError, Units, equal_layers, shortened
+from shardc.ir.graph import Graph
+from shardc.ir.lengthened import lengthened
+from shardc.passes.communication.combine import Combine
+from shardc.passes.context.divide_attention import Divided
+from shardc.passes.sharding.dispatch import Choice
+from shardc.passes.sharding.seed import Bound
+
+T = TypeVar("T")
+C = TypeVar("C", Choice, Divided)
+Distribute = Callable[[Graph, Sequence[Bound], Options], Graph]
+
+
+def sharded_by_layers(
+    reference: Graph, bound: Sequence[Bound], options: Options, distribute: Distribute
+) -> Graph | None:
+    """What `distribute` leaves of a step behind `Combine`, by doing it to few of its equal layers; None where all of
+    them have to be looked at."""
+    units = equal_layers(reference) if options.watch is None else None
+    if units is None:
+        return None
+    try:
+        sharded = lengthened(_few(reference, units, bound, options, distribute), units)
+        options.assign.chosen[:] = _of_all_layers(options.assign.chosen, units)
+        for divided in (options.attention.chosen, options.keys.chosen):
+            divided[:] = _of_all_layers(divided, units)
+    except (UnequalError, ShardcError):  # of what is wrong with a step all layers are told
+        return None
+    if (sharded.inputs, sharded.outputs) != (reference.inputs, reference.outputs):
+        return None
+    inspect(Combine(), sharded, sharded, 0.0, options)
+    return sharded
+
+
+def _few(reference: Graph, units: Units, bound: Sequence[Bound], options: Options, distribute: Distribute) -> Graph:
+    """The shortened step, sharded. Raises UnequalError where single layers are asked for otherwise than others."""
+    store = options.store
+    stored = _asked(units, [(each.name, each) for each in store.bound])
+    layout = _asked(units, [(name, (name, type)) for name, type in store.layout])
+    gathered = _asked(units, [(name, name) for name in sorted(options.keep_gathered)])
+    kept = [
+        replace(each, alike=tuple(units.renamed(each.name, unit) for unit in units.removed))
+        if units.within(each.name)[0] == units.first
+        else each
+        for each in _asked(units, [(each.name, each) for each in bound])
+    ]
+    few = replace(options, store=replace(store, bound=stored, layout=layout), keep_gathered=frozenset(gathered))
+    short = shortened(reference, units)
+    sharded = sharded_by_layers(short, kept, few, distribute) or distribute(short, kept, few)  # by another list's
+    for finding in sharded.diagnostics[len(reference.diagnostics) :]:
+        unit = units.within(finding.fqn or "")[0]
+        if unit is not None and unit >= units.first:
+            raise UnequalError(f"of each layer is told: {finding.message}")
+    return sharded
+
+
+def _asked(units: Units, named: Sequence[tuple[str, T]]) -> tuple[T, ...]:
+    """What is asked of tensors and modules, without that of units that are removed, of which the same is asked."""
+    asked: dict[int | None, list[object]] = {}
+    for name, item in named:
+        unit, inside = units.within(name)
+        plain = replace(item, name="") if isinstance(item, Bound) else item[1:] if isinstance(item, tuple) else None
+        asked.setdefault(unit, []).append((inside, plain))
+    if any(asked.get(unit) != asked.get(units.first) for unit in range(units.first, units.last + 1)):
+        raise UnequalError("one layer is placed otherwise than the next")
+    return tuple(item for name, item in named if units.within(name)[0] not in units.removed)
+
+
+def _of_all_layers(choices: Sequence[C], units: Units) -> list[C]:
+    """Choices of the layers of a shortened step, as those of all."""
+    made: list[C] = []
+    of = [(units.within(choice.fqn)[0], choice) for choice in choices]
+    first, last = ([choice for unit, choice in of if unit == end] for end in (units.first, units.last))
+    if [(units.within(c.fqn)[1], *c[1:]) for c in first] != [(units.within(c.fqn)[1], *c[1:]) for c in last]:
+        raise UnequalError("of two layers otherwise alike is chosen differently")
+    for _, choice in of:
+        made.append(choice)
+        if first and choice is first[-1]:
+            made += [c._replace(fqn=units.renamed(c.fqn, at)) for at in units.removed for c in first]
+    return made

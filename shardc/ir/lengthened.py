@@ -1,0 +1,195 @@
+"""A graph with a few equal layers, with all of them again: see `equal_layers.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any, TypeVar
+
+from torch import fx
+
+from shardc.ir.equal_layers import READ, LayerPair, LayerView, UnequalError, Units
+from shardc.ir.graph import FIELD_VALUES, Graph, ValueInfo, info, set_info
+from shardc.torch_compat import add_node
+
+T = TypeVar("T")
+
+
+def lengthened(short: Graph, units: Units) -> Graph:
+    """A copy with the units between `first` and `last` made like these two. Raises UnequalError where they differ."""
+    return _Lengthening(short, units).graph()
+
+
+class _Lengthening:
+    """See `lengthened`. Of two twins in `first` and `last` one is made for each unit from the one to the other."""
+
+    def __init__(self, short: Graph, units: Units) -> None:
+        self.short, self.units = short, units
+        self.view = LayerView(short, units.path, units.period)
+        self.pair = pair = LayerPair(self.view, units.first, units.last, units.slot)
+        if not pair.holds():
+            raise UnequalError(f"{units.path}: units {units.first} and {units.last} are compiled differently")
+        distance = units.last - units.first
+        if any(step % distance or step // distance not in units.steps for step in pair.steps):
+            raise UnequalError(f"{units.path}: numbers that do not count units")
+        self.kept: dict[fx.Node, fx.Node] = {}
+        self.made: dict[int, dict[str, fx.Node]] = {unit: {} for unit in range(units.first, units.last + 1)}
+        self.differing: dict[fx.Node, list[tuple[int, Any, Any]]] = {}
+
+    def graph(self) -> Graph:
+        short, unit = self.short, self.view.unit
+        ports = dict(zip(short.placeholders, short.inputs, strict=True))
+        inputs = [
+            self._between(ports[x], ports[y], at) if y is not None else ports[x]
+            for x, y, at in self._spread(short.placeholders, unit.get)
+        ]
+        self.whole = whole = Graph(fx.Graph(), short.mesh, inputs, [], short.name)
+        calls = [node for node in short.fx.nodes if node.op == "call_function"]
+        for x, y, at in (*self._spread(short.placeholders, unit.get), *self._spread(calls, unit.get)):
+            if y is None:
+                self._keep(x)
+            else:
+                self._make(x, y, at)
+        returned = zip(short.outputs, short.output_values, strict=True)
+        outputs = self._pairs(returned, lambda each: unit.get(each[1]))
+        whole.outputs = tuple(port for port, _ in outputs)
+        whole.fx.output([value for _, value in outputs])
+        there = set(short.fx.nodes)  # passes may have erased values that these tables still hold
+        whole.activations, whole.gradients = (
+            dict(self._pairs(((k, v) for k, v in table.items() if v in there), lambda each: unit.get(each[1])))
+            for table in (short.activations, short.gradients)
+        )
+        stored, seeds = short.stored.items(), short.seeds.items()
+        whole.stored = dict(self._pairs((each for each in stored if each[0] in there), lambda each: unit.get(each[0])))
+        whole.seeds = dict(self._pairs((each for each in seeds if each[0] in there), lambda each: unit.get(each[0])))
+        whole.priorities = self._priorities()
+        whole.diagnostics, whole.microbatches, whole.halves = list(short.diagnostics), short.microbatches, short.halves
+        whole.tokens, whole.gathers_once = short.tokens, short.gathers_once
+        whole.taken = self._names()
+        return whole
+
+    def _spread(self, items: Iterable[T], unit: Callable[[T], int | None]) -> Iterator[tuple[T, T | None, int]]:
+        """Items in the order that they have in the whole: with its twin and its unit what is made, alone what is kept.
+
+        What belongs to `first` and `last` has to lie side by side, in either order."""
+        first, last = self.units.first, self.units.last
+        groups = [(of, list(group)) for of, group in groupby(items, unit)]
+        each = iter(groups)
+        for of, group in each:
+            if of not in (first, last):
+                yield from ((item, None, 0) for item in group)
+                continue
+            beside, others = next(each, (None, []))
+            if {of, beside} != {first, last} or len(group) != len(others):
+                raise UnequalError(f"{self.units.path}: units {first} and {last} do not lie side by side")
+            order = range(first, last + 1) if of == first else range(last, first - 1, -1)
+            pairs = list(zip(group, others, strict=True) if of == first else zip(others, group, strict=True))
+            if not all(self.pair.same(x, y) for x, y in pairs):
+                raise UnequalError(f"{self.units.path}: units {first} and {last} have another order")
+            yield from ((x, y, at) for at in order for x, y in pairs)
+
+    def _pairs(self, items: Iterable[T], unit: Callable[[T], int | None]) -> list[T]:
+        return [self._kept(x, None) if y is None else self._between(x, y, at) for x, y, at in self._spread(items, unit)]
+
+    def _keep(self, node: fx.Node) -> None:
+        unit = self.view.unit.get(node)
+        args, kwargs = self._kept(node.args, unit), self._kept(node.kwargs, unit)
+        self.kept[node] = copy = add_node(self.whole.fx, node.op, node.target, args, kwargs, node.name)
+        set_info(copy, info(node))
+
+    def _make(self, x: fx.Node, y: fx.Node, at: int) -> None:
+        name = x.name if at == self.units.first else y.name if at == self.units.last else f"{x.name}_{at}"
+        target = name if x.op == "placeholder" else x.target
+        args, kwargs = self._between(x.args, y.args, at), self._between(x.kwargs, y.kwargs, at)
+        self.made[at][self.view.key[x]] = copy = add_node(self.whole.fx, x.op, target, args, kwargs, name)
+        if at == self.units.first:
+            set_info(copy, info(x))
+            return
+        if x not in self.differing:
+            pairs = enumerate(zip(FIELD_VALUES(info(x)), FIELD_VALUES(info(y)), strict=True))
+            self.differing[x] = [(k, a, b) for k, (a, b) in pairs if a is not b and a != b]
+        fields = list(FIELD_VALUES(info(x)))
+        for k, a, b in self.differing[x]:
+            fields[k] = self._between(a, b, at)
+        set_info(copy, ValueInfo(*fields))
+
+    def _kept(self, value: Any, unit: int | None) -> Any:
+        """A part of a call of a unit that is kept, or of none. It may read of `first` and `last` what is beside it."""
+
+        def operand(node: fx.Node) -> fx.Node:
+            of = self.view.unit.get(node)
+            if of not in (self.units.first, self.units.last):
+                return self._there(self.kept, node)
+            if unit != of + (1 if of == self.units.last else -1):
+                raise UnequalError(f"{info(node).name} is read outside of its layer and the next")
+            return self._there(self.made[of], self.view.key[node])
+
+        if type(value) is tuple:
+            return tuple(self._kept(each, unit) for each in value)
+        return fx.map_arg(value, operand)
+
+    def _between(self, x: Any, y: Any, at: int) -> Any:
+        """What a unit has where `first` has `x` and `last` has `y`."""
+        kind = type(x)
+        if kind is fx.Node:
+            return self._operand(x, y, at)
+        if kind is str:
+            return x if x == y else self._text(x, at)
+        if isinstance(x, tuple | list):
+            return tuple([self._between(a, b, at) for a, b in zip(x, y, strict=True)])
+        if isinstance(x, dict):
+            return {key: self._between(a, y[key], at) for key, a in x.items()}
+        if kind in READ and x != y:
+            return kind(*(self._between(a, b, at) for a, b in zip(READ[kind](x), READ[kind](y), strict=True)))
+        if kind is int and x != y:
+            return x + (y - x) // (self.units.last - self.units.first) * (at - self.units.first)
+        return x
+
+    def _operand(self, x: fx.Node, y: fx.Node, at: int) -> fx.Node:
+        if x is y:
+            if self.view.unit.get(x) in (self.units.first, self.units.last):
+                raise UnequalError(f"{info(x).name} is read by every layer")
+            return self._there(self.kept, x)
+        unit = self.view.unit[x]
+        behind = self.units.slot(unit) - self.units.slot(self.units.first)
+        if abs(behind) > 1:
+            raise UnequalError(f"{info(x).name} is read outside of its layer and the next")
+        read, key = at + behind, self.view.key[x]
+        if read in self.made:
+            return self._there(self.made[read], key)
+        return self._there(self.kept, self.view.members[read][key])
+
+    @staticmethod
+    def _there(values: Mapping[Any, fx.Node], key: object) -> fx.Node:
+        if key not in values:
+            raise UnequalError(f"{key} is read before it is there")
+        return values[key]
+
+    def _text(self, text: str, at: int) -> str:
+        """A text of `first`, for the unit `at`."""
+        parts = self.view.index.split(text)
+        for k in range(1, len(parts), 2):
+            unit, element = divmod(int(parts[k]), self.units.period)
+            beside = at + self.units.slot(unit) - self.units.slot(self.units.first)
+            parts[k] = f"{self.units.path}.{beside * self.units.period + element}"
+        return "".join(parts)
+
+    def _priorities(self) -> dict[fx.Node, dict[tuple[int, str], int]]:
+        there: dict[fx.Node, dict[tuple[int, str], int]] = {}
+        for node, priorities in self.short.priorities.items():
+            unit = self.view.unit.get(node)
+            if node in self.kept:
+                there[self.kept[node]] = priorities
+            elif unit is not None and unit == self.units.first:
+                key = self.view.key[node]
+                there |= {made[key]: priorities for made in self.made.values()}
+        return there
+
+    def _names(self) -> dict[str, int]:
+        """The names that are taken, those of values that passes erased too."""
+        names = self.short.taken
+        for name, count in self.short.taken.items():
+            found = self.view.index.search(name)
+            if found is not None and int(found[1]) // self.units.period == self.units.first:
+                names |= {self._text(name, unit): count for unit in self.units.removed}
+        return names
