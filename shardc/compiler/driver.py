@@ -17,6 +17,7 @@ from shardc.compiler.decompose_auto import DecomposeChoice, can_decompose, choos
 from shardc.compiler.layer_copies import sharded_by_layers
 from shardc.compiler.pass_pipeline import (
     Options,
+    Verified,
     body_passes,
     call_passes,
     cuts_of,
@@ -200,8 +201,9 @@ def localized(sharded: Graph, options: Options) -> Graph:
 
 def finish(staged: StagedProgram, options: Options, *, fused: bool = True) -> StagedProgram:
     """The same lists over graphs as ranks run them, or before they are `fused`: each pass goes through all of them."""
+    verified = Verified()
     for pass_ in call_passes(options):
-        staged = staged.transformed(lambda graph, pass_=pass_: run(graph, [pass_], options))
+        staged = staged.transformed(lambda graph, pass_=pass_: run(graph, [pass_], options, verified))
     if staged.body in staged.graphs():  # of a pipeline, the cut has judged what a step holds
         options.recompute.settle(staged.body)
     return _with_kernels(staged, options) if fused else staged

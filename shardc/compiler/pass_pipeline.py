@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -153,19 +154,32 @@ def kernel_passes(options: Options) -> list[Pass]:
     return [options.fuse, options.offload, options.states]
 
 
-def run(graph: Graph, todo: Sequence[Pass], options: Options) -> Graph:
-    """Run passes in turn, checking after each what it ensures."""
-    verified: list[object] = []
-    held: set[Check] = set()
+@dataclass
+class Verified:
+    """What checks have read of each graph that they held of, and which: until it changes they are not made again."""
+
+    contents: WeakKeyDictionary[Graph, list[object]] = field(default_factory=WeakKeyDictionary)
+    held: WeakKeyDictionary[Graph, set[Check]] = field(default_factory=WeakKeyDictionary)
+
+    def of(self, before: Graph, after: Graph) -> set[Check]:
+        """The checks that hold of `after` as it is, known from `before`, which may be the same graph."""
+        contents, known = _contents(after), self.contents.pop(before, [])
+        held = self.held.pop(before, set[Check]())
+        if len(contents) != len(known) or not all(map(operator.is_, contents, known)):
+            held = set()
+        self.contents[after], self.held[after] = contents, held
+        return held
+
+
+def run(graph: Graph, todo: Sequence[Pass], options: Options, verified: Verified | None = None) -> Graph:
+    """Run passes in turn, checking after each what it ensures. `verified` is what is known of graphs, and learns it."""
+    verified = Verified() if verified is None else verified
     for pass_ in todo:
         start = time.perf_counter()
         after = pass_.run(graph)
         seconds = time.perf_counter() - start
-        contents = _contents(after) if options.verify else []
-        if len(contents) != len(verified) or not all(map(operator.is_, contents, verified)):
-            held.clear()
-        inspect(pass_, graph, after, seconds, options, held)
-        graph, verified = after, contents
+        inspect(pass_, graph, after, seconds, options, verified.of(graph, after) if options.verify else None)
+        graph = after
     return graph
 
 

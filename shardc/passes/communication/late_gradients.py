@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import math
 import operator
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from torch import fx
 
@@ -185,14 +186,15 @@ class _Assignment:
         missing = self._lacking()
         lacking, spent = list(missing), dict(missing)
         made, needed = self._made(lacking), list(accumulate(spent.values()))
+        places = [self.place[product] for product in self.products]
         for most, wasteful in ((1, False), (len(self.products), False), (len(self.products), True)):
             for index in reversed(range(len(lacking))):
                 awaited = lacking[index]
                 taken = 0
-                for product in reversed(self.products):
+                for product in reversed(self.products[: bisect_right(places, self.place[awaited])]):
                     if missing[awaited] <= 0 or taken == most:
                         break
-                    if product in self.taken or self.place[product] > self.place[awaited]:
+                    if product in self.taken:
                         continue
                     seconds = self._seconds(product)
                     waste = max(0.0, seconds - missing[awaited])
@@ -223,8 +225,8 @@ class _Assignment:
         for node in self.movable.awaited:
             begins = max(self.place[value] for value in node.all_input_nodes if value in self.place)
             missing = self.costs[node].seconds
-            for call in self.order[begins + 1 :]:
-                if node in call.all_input_nodes or missing <= 0:
+            for call in islice(self.order, begins + 1, None):
+                if call in node.users or missing <= 0:
                     break
                 if call not in self.movable.products:
                     missing -= self._seconds(call)
@@ -245,14 +247,20 @@ class _Assignment:
 
     def _hold(self, product: fx.Node, awaited: fx.Node) -> bool:
         """Whether there is room for what a product reads until then; it is taken."""
-        spans = [(max(first, self.place[product]), size) for first, size in self.read[product]]
-        until = self.place[awaited] + 1
-        for index in range(self.place[product], until):
-            if sum(size for first, size in spans if first <= index) > self.room[index]:
-                return False
-        for first, size in spans:
-            for index in range(first, until):
-                self.room[index] -= size
+        start, until = self.place[product], self.place[awaited] + 1
+        spans = sorted((max(first, start), size) for first, size in self.read[product])
+        ends = [*(first for first, _ in spans[1:]), until]
+        held, needed = 0, list[tuple[int, int, int]]()
+        for (first, size), end in zip(spans, ends, strict=True):
+            held += size
+            if first < min(end, until):
+                needed.append((first, min(end, until), held))
+        if min(self.room[start:until], default=0.0) < 0.0 or any(
+            bytes > min(self.room[first:end]) for first, end, bytes in needed
+        ):
+            return False
+        for first, end, bytes in needed:
+            self.room[first:end] = [room - bytes for room in self.room[first:end]]
         return True
 
 
