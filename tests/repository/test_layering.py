@@ -22,8 +22,9 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.ir": """
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
-            collectives curve default_device derive_provenance device_rates diagnostic dot files fold gc_pause graph
-            group_axes hardware in_flight in_place index_operands layers lazy_graph links liveness mesh microbatch ops
+            collectives curve default_device derive_provenance device_rates diagnostic dot equal_layers files fold
+            gc_pause graph group_axes hardware in_flight in_place index_operands layers lazy_graph lengthened links
+            liveness mesh microbatch ops
             ops.accumulate ops.adamw ops.assumed ops.attention ops.attention_heads ops.attention_keys ops.attention_rows
             ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums
             ops.check_index ops.collectives ops.columns ops.context ops.cpu_attention ops.ctc ops.cumulative
@@ -174,7 +175,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.compiler": """
-            __init__ binding decompose_auto driver fusion_default generation graphs_auto pass_pipeline pipelining
+            __init__ binding decompose_auto driver fusion_default generation graphs_auto layer_copies pass_pipeline pipelining
             program_check rank request split_auto step_plan what_varies
         """,
     },

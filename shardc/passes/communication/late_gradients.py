@@ -249,7 +249,7 @@ class _Assignment:
         """Whether there is room for what a product reads until then; it is taken."""
         start, until = self.place[product], self.place[awaited] + 1
         spans = sorted((max(first, start), size) for first, size in self.read[product])
-        ends = [*(first for first, _ in spans[1:]), until]
+        ends = [*(first for first, _ in spans[1:]), until][: len(spans)]
         held, needed = 0, list[tuple[int, int, int]]()
         for (first, size), end in zip(spans, ends, strict=True):
             held += size
