@@ -33,6 +33,7 @@ from shardc.ir.ops.scan_parts import SCAN_PART, SCAN_PART_BACKWARD
 from shardc.ir.program import Program
 from shardc.ir.schema import given
 from shardc.ir.types import TensorType
+from shardc.partition.memory import memory
 from shardc.partition.staged_program import StagedProgram
 from shardc.passes.context.divide_attention import Divided
 from shardc.passes.sharding.dispatch import Choice
@@ -88,6 +89,12 @@ def offloaded(program: Program) -> list[str]:
         of_each = f" of each of {body.microbatches} microbatches" if body.microbatches > 1 else ""
         lines.append(f"{len(copies)} values{of_each}, {size} a rank, lie on the host until backward reads them")
     staged: StagedProgram | None = getattr(program, "staged", None)
+    if staged is not None and staged.axis:
+        copies = [call for stage in staged.stages for call in stage.parts["forward"].calls_of(BEGIN_OFFLOAD)]
+        if copies:
+            host = memory(staged).host
+            stages = f"{len(staged.stages)} stages hold {len(copies)} values of each microbatch under way on the host"
+            lines.append(f"{stages} until backward reads them, up to {human_bytes(host.most - host.stored)} a rank")
     if staged is not None and (states := staged.states_on_host):
         inputs = body.input_nodes()
         size = human_bytes(sum(type_of(inputs[name]).local_bytes(body.mesh) for name in states))

@@ -10,6 +10,7 @@ Each pass is verified, and shown to `Options.watch`, whatever graph it runs on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,7 @@ from shardc.compiler.pass_pipeline import (
     body_passes,
     call_passes,
     cuts_of,
+    inspect,
     kernel_passes,
     refuse_unfit,
     report_missing_rules,
@@ -37,6 +39,7 @@ from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, Tokens
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import in_first_microbatch
+from shardc.partition.stage_offload import offload_stages
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.base import Pass
@@ -213,9 +216,21 @@ def _with_kernels(staged: StagedProgram, options: Options) -> StagedProgram:
     """The last passes: what graphs leave in memory is known once they have their kernels."""
     fuse, *offload = kernel_passes(options)
     fused = staged.transformed(lambda graph: run(graph, [fuse], options))
+    if staged.axis:
+        fused, offload = _stages_offloaded(fused, options), [options.states]
     moved = fused.transformed(lambda graph: run(graph, offload, options))
     if moved.body in moved.graphs() and moved.body is not fused.body:
         options.recompute.settle(moved.body)
+    return moved
+
+
+def _stages_offloaded(fused: StagedProgram, options: Options) -> StagedProgram:
+    """What stages of a pipeline hold for their backward is moved in all of their graphs, which change together."""
+    start = time.perf_counter()
+    moved = offload_stages(fused, options.offload)
+    seconds = time.perf_counter() - start
+    for graph in dict.fromkeys(moved.graphs()):
+        inspect(options.offload, graph, graph, seconds, options)
     return moved
 
 

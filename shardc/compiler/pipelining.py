@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardc.compiler.pass_pipeline import Options, inspect
 from shardc.ir.collectives import human_bytes
@@ -17,6 +17,7 @@ from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
 from shardc.partition.cut import cut
 from shardc.partition.same_cut import StageNames
+from shardc.partition.stage_offload import held_values, lighter, under_way, within
 from shardc.partition.staged_program import StagedProgram, mesh_without_axis, one_stage, scheduled
 from shardc.passes.base import Pass
 from shardc.plan.pipeline import Pipelining
@@ -30,7 +31,7 @@ def tensor_mesh(plan: Plan, mesh: Mesh) -> Mesh:
     if pipeline is None:
         return mesh
     pipeline.on(mesh)
-    problems = [*_accumulated(plan, pipeline), *_placed(plan, pipeline.axis), *_offloaded(plan)]
+    problems = [*_accumulated(plan, pipeline), *_placed(plan, pipeline.axis)]
     if problems:
         raise ShardcError(*problems)
     return mesh_without_axis(mesh, pipeline.axis)
@@ -72,9 +73,18 @@ def _cut(
         raise ShardcError(*(_located(d, pipeline, "split", "stages") for d in wrong.diagnostics)) from None
     try:
         memory = None if pipeline.memory is None else float(pipeline.memory)
+        offload = options.offload
+        held = held_values(staged, offload.least) if offload.activations else []
+        # No schedule has more under way than all microbatches: so much is moved for certain.
+        most = [{stage: body.microbatches * virtual} for stage in range(len(staged.stages))]
+        costs = lighter(staged.costs, staged.pipeline.bytes, within(held, offload.activations, most))
         result = scheduled(
-            staged, pipeline.schedule, virtual, memory=memory, mesh=_split(mesh, body), axis=pipeline.axis, like=like
+            staged, pipeline.schedule, virtual, costs, memory, _split(mesh, body), pipeline.axis, like=like
         )
+        if held:
+            most = under_way(result.lists.work(c) for c in result.coordinate_range)
+            costs = lighter(staged.costs, staged.pipeline.bytes, within(held, offload.activations, most))
+            result = replace(result, costs=replace(result.costs, stages=costs.stages))
     except ShardcError as wrong:
         raise ShardcError(*(_located(d, pipeline, "schedule", "memory") for d in wrong.diagnostics)) from None
     if body.is_forward_only:  # nothing is held for a backward
@@ -110,13 +120,6 @@ def _accumulated(plan: Plan, pipeline: Pipelining) -> Iterator[Diagnostic]:
         message = f"'accumulate: {plan.accumulate}' does not go with 'pipeline', whose microbatches are accumulated"
         hint = f"leave it out, and write microbatches: {plan.accumulate * pipeline.microbatches} for as many in all"
         yield pipeline.located(Diagnostic("SC208", message, hint=hint), "microbatches")
-
-
-def _offloaded(plan: Plan) -> Iterator[Diagnostic]:
-    if plan.offload.activations:
-        message = "'pipeline' keeps its activations: what a stage holds for its backward cannot lie on the host"
-        hint = "write offload: {optimizer: all}, and recompute: or the pipeline's memory: for activations"
-        yield Diagnostic("SC234", message, hint=hint)
 
 
 def _placed(plan: Plan, axis: str) -> Iterator[Diagnostic]:

@@ -38,6 +38,7 @@ from shardc.ir.graph import Graph, Port, info, operands, type_of
 from shardc.ir.liveness import Life
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
+from shardc.ir.ops.host_copies import BEGIN_FETCH
 from shardc.ir.ops.host_copies import on_host as lies_on_host
 from shardc.ir.storages import Storage
 from shardc.partition.program_counter import graphs_of
@@ -66,6 +67,7 @@ class Block:
 
     value: LiveValue
     uses: int = 0
+    on_host: bool = False
 
 
 Blocks = dict[str, Block | None]  # by value: its memory; None for what is stored anyway
@@ -140,6 +142,7 @@ class Ranks:
         self.results: Blocks = {}  # outputs, new buffers, and what the norm hands to the update
         self.sending: list[list[Block | None]] = []  # what was sent, a batch each, until it is waited for
         self.now, self.most, self.at_peak = nothing(), nothing(), nothing()
+        self.host, self.most_on_host = 0, 0  # bytes of values there
         arenas = arena_plans(program, c) if early else {}  # a simulation has none
         self._placed = {graph: plan.values for graph, plan in arenas.items()}
         self.now["arena"] = max((plan.bytes for plan in arenas.values()), default=0)
@@ -205,13 +208,18 @@ class Ranks:
         graph, part = self.program.stages[i.stage][PART_OF[type(i)]], self.pipeline.part(i)
         inputs: Blocks = {}
         released: list[str] = []
+        fetched: list[Block] = []
         for name in part.reads:
             value = self.pipeline.value_key(name, i.microbatch)
             inputs |= self.values.get(value, {})
             if self.early and value in self.values and value in self._freed_after(index):
                 released += self.values[value]
-                self._forget(self.values.pop(value))
+                blocks = self.values.pop(value)
+                fetched += [block for block in blocks.values() if block is not None and block.on_host]
+                self._forget({name: block for name, block in blocks.items() if block not in fetched})
         outputs = self._run(index, graph, inputs, released)
+        for block in fetched:  # the host holds them until they are there
+            self._drop(block)
         by_name = {port.name: block for port, block in outputs.items() if port.role == "value"}
         for name in part.makes:
             members = self.program.members(name)
@@ -239,7 +247,7 @@ class Ranks:
         `released` are the names of inputs that only the run itself still holds: those that it does not read are gone.
         """
         body = self._body(graph)
-        owned = {b: name for name in released if name in body.inputs and (b := inputs[name]) and not b.uses}
+        owned = {b: n for n in released if n in body.inputs and (b := inputs[n]) and not b.uses and not b.on_host}
         begun = {port.name for port in graph.outputs if port.role == "sum" and port.name not in self.sums}
         key = (id(graph), frozenset(owned.values()), frozenset(begun))
         if key not in self.runs:
@@ -255,7 +263,7 @@ class Ranks:
                     outputs[port] = inputs.get(body.read.get(home.value, ""))
                     continue
                 if home not in fresh:
-                    fresh[home] = Block(live_value(home, self._returned(port)))
+                    fresh[home] = Block(live_value(home, self._returned(port)), on_host=lies_on_host(home.value))
                 outputs[port] = fresh[home]
         return outputs
 
@@ -280,8 +288,10 @@ class Ranks:
                     continue
                 added = max((body.added_at(port) for port in ports), default=0)
                 life = replace(life, dies=max(life.born, added, body.last.get(life.storage, 0)))
-            # Only what leaves a part is an activation: masks and the like are made by each part that reads them.
-            category: Category = "temporaries" if category_of(life) == "activations" else category_of(life)
+            # Only what leaves a part is an activation, or has come back: masks are made by each part that reads them.
+            fetched = life.storage.value.target is BEGIN_FETCH
+            category: Category = category_of(life)
+            category = "temporaries" if category == "activations" and not fetched else category
             lives.append((life, self._returned(ports[0]) if ports else category))
         return lives
 
@@ -308,7 +318,7 @@ class Ranks:
             return
         self.peak, self.peak_at, self.moment, self.at_peak = total, instruction, None, dict(self.now)
         tables = (*(blocks.values() for blocks in (*self.values.values(), self.sums, self.results)), *self.sending)
-        live_blocks = dict.fromkeys(block for table in tables for block in table if block is not None)
+        live_blocks = dict.fromkeys(b for table in tables for b in table if b is not None and not b.on_host)
         self.live = [block.value for block in live_blocks]
         if run is not None and run.walk.peak_at is not None:
             self.moment = moment_of(run.body.account, run.walk.peak_at)
@@ -320,14 +330,21 @@ class Ranks:
 
     def _take(self, block: Block | None) -> Block | None:
         if block is not None:
-            self.now[block.value.category] += 0 if block.uses else block.value.bytes
+            self._count(block, 0 if block.uses else block.value.bytes)
             block.uses += 1
         return block
 
     def _drop(self, block: Block | None) -> None:
         if block is not None:
             block.uses -= 1
-            self.now[block.value.category] -= 0 if block.uses else block.value.bytes
+            self._count(block, 0 if block.uses else -block.value.bytes)
+
+    def _count(self, block: Block, more: int) -> None:
+        if block.on_host:
+            self.host += more
+            self.most_on_host = max(self.most_on_host, self.host)
+        else:
+            self.now[block.value.category] += more
 
     def _forget(self, blocks: Blocks) -> None:
         for block in blocks.values():
@@ -387,7 +404,7 @@ class Ranks:
 
     def stored(self) -> tuple[dict[Category, int], list[LiveValue], Host]:
         """The inputs of the graphs that live for the whole step: bytes by category, and each value. And what lies on
-        the host, where the optimizer's state may."""
+        the host, where the optimizer's state may, and what a `run` has had there."""
         work: set[tuple[int, PartName]] = {(i.stage, PART_OF[type(i)]) for i in self.program.lists.work(self.c)}
         graphs = [self.program.stages[stage][part] for stage, part in sorted(work)]
         graphs += [graph for i in self.listed if isinstance(i, Gather) for graph in graphs_of(self.program, self.c, i)]
@@ -397,7 +414,7 @@ class Ranks:
         on_host: dict[str, int] = {}
         for graph in graphs:
             for port, node in zip(graph.inputs, graph.placeholders, strict=True):
-                if lies_on_host(node):
+                if lies_on_host(node) and port.role != "value":
                     on_host[port.name] = type_of(node).local_bytes(self.mesh)
                 elif port.role not in ("value", "sum"):
                     times = self.program.lists.microbatches if port.role in GIVEN else 1
@@ -407,4 +424,4 @@ class Ranks:
         for value in live_values.values():
             stored_bytes[value.category] += value.bytes
         host = sum(on_host.values())
-        return stored_bytes, list(live_values.values()), Host(host, host)
+        return stored_bytes, list(live_values.values()), Host(host, host + self.most_on_host)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from shardc.ir.graph import Graph, type_of
+from shardc.ir.ops.host_copies import on_host
 from shardc.ir.types import TensorType
 from shardc.partition.program_counter import graphs_of
 from shardc.partition.staged_program import StagedProgram
@@ -58,6 +59,7 @@ def stage_faults(program: StagedProgram) -> list[Fault]:
     for stage in range(len(program.stages)):
         faults += _part_faults(program, stage)
     faults += _type_faults(program)
+    faults += _place_faults(program)
     faults += _byte_faults(program)
     for rank in range(len(program.epilogues)):
         faults += _finish_faults(program, rank)
@@ -141,6 +143,17 @@ def _type_faults(program: StagedProgram) -> Iterator[Fault]:
         for port, value in zip(graph.inputs, graph.placeholders, strict=True):
             if port.role not in BETWEEN and step_inputs.get((port.role, port.name)) != (port, type_of(value)):
                 yield Fault(graph.name, f"{port.role} '{port.name}' of {type_of(value)} is no input of the step", value)
+
+
+def _place_faults(program: StagedProgram) -> Iterator[Fault]:
+    """What a graph leaves on the host, others only bring from there; and nothing else is brought."""
+    graphs = [graph for stage in program.stages for graph in stage.parts.values()]
+    given = {name: on_host(value) for graph in graphs for name, value in _ports(graph, "out", "value").items()}
+    for graph in graphs:
+        for name, value in _ports(graph, "in", "value").items():
+            if value.users and given.get(name, False) != on_host(value):
+                where = "on the host" if given.get(name, False) else "on the accelerator"
+                yield Fault(graph.name, f"value '{name}' lies {where}, and is read as if it did not", value)
 
 
 def _byte_faults(program: StagedProgram) -> Iterator[Fault]:

@@ -22,7 +22,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2 halves": ("dp=2", {"accumulate": 2, "overlap": {"split": 2}, "storage": {"zero": 3, "axes": ["dp"]}}),
     "pp2 dp2": ("pp=2, dp=2", {"pipeline": {"microbatches": 2}}),
     "dp2 host": ("dp=2", {"accumulate": 2, "offload": {"activations": "all", "optimizer": "all", "least": 1}}),
-    "pp2 dp2 host": ("pp=2, dp=2", {"pipeline": {"microbatches": 2}, "offload": {"optimizer": "all", "least": 1}}),
+    "pp2 dp2 host": (
+        "pp=2, dp=2",
+        {"pipeline": {"microbatches": 2}, "offload": {"activations": "all", "optimizer": "all", "least": 1}},
+    ),
 }
 SHAPES = [(8, 5), (6, 5), (2, 3), (8, 5)]  # rows of the whole batch, and tokens of each
 STOP = 2

@@ -144,3 +144,14 @@ def test_state_is_never_lent_to_others(device: Device) -> None:
         host_copies._offloaded_on_cuda(state, here)
     assert torch.equal(state, torch.arange(4.0) + 2)
     assert host_copies._offload_on_cuda(torch.ones(4)).data_ptr() != state.data_ptr()
+
+
+def test_what_is_fetched_again_keeps_its_buffer(device: Device) -> None:
+    x = torch.arange(4.0)
+    out = host_copies._offload_on_cuda(x)
+    host_copies._offloaded_on_cuda(out, x)
+    host_copies._fetched_on_cuda(host_copies._fetch_on_cuda(out), out, keep=True)
+    other = host_copies._offload_on_cuda(x + 1)
+    assert other.data_ptr() != out.data_ptr()
+    assert torch.equal(host_copies._fetched_on_cuda(host_copies._fetch_on_cuda(out), out), x)
+    assert host_copies._offload_on_cuda(x).data_ptr() == out.data_ptr()

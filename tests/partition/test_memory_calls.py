@@ -18,9 +18,11 @@ from shardc.ir.graph import type_of
 from shardc.ir.group_axes import axes_used
 from shardc.partition.cut import cut
 from shardc.partition.memory import memory
+from shardc.partition.stage_offload import offload_stages
 from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.passes.communication.bucket import bucket
 from shardc.passes.fusion.fuse import fuse
+from shardc.passes.memory.offload import Offload
 from shardc.runtime.execute.executor import Executor
 from shardc.runtime.execute.instructions import rank_context
 from shardc.runtime.execute.microbatches import Feed, feeds
@@ -35,6 +37,7 @@ from tests.partition.whole import SIZES, step
 
 LABELS = dict.fromkeys(("input_ids", "labels"), "dp, -")
 ZERO_3: dict[str, Any] = {"storage": {"zero": 3, "axes": ["dp"]}, "inputs": LABELS}
+LATER = ("fuse", "offload")  # which passes over stages do
 CASES: dict[str, tuple[str, int, int, str, str, dict[str, Any]]] = {
     "zero-3": ("gpt2", 4, 2, "bfs", "dp=2", ZERO_3),
     "alone": ("gpt2", 4, 3, "1f1b", "", {}),
@@ -42,6 +45,9 @@ CASES: dict[str, tuple[str, int, int, str, str, dict[str, Any]]] = {
     "recompute": ("llama", 3, 2, "zb-v", "", {"recompute": "full"}),
     "tp": ("gpt2", 4, 2, "zb-v", "tp=2", {"params": {"**.c_fc.weight": "-, tp", "**.mlp.c_proj.weight": "tp, -"}}),
     "fuse bucket": ("gpt2", 4, 2, "1f1b", "dp=2", {**ZERO_3, "fuse": True}),
+    "host": ("gpt2", 4, 2, "1f1b", "dp=2", {**ZERO_3, "fuse": True, "offload": "all"}),
+    "host, split": ("llama", 3, 2, "zb-v", "", {"recompute": "full", "offload": "all"}),
+    "some on the host": ("gpt2", 4, 2, "interleaved", "", {"offload": 60_000}),
 }
 
 
@@ -51,12 +57,13 @@ def staged(case: str) -> tuple[StagedProgram, dict[str, Tensor], list[Feed]]:
     torch.manual_seed(0)
     model, batch, _ = make(name, **SIZES[name])
     mine = torch.optim.AdamW(model.parameters())
-    plan = {"clip_grad_norm": 1.0, **{key: value for key, value in extra.items() if key != "fuse"}}
+    plan = {"clip_grad_norm": 1.0, **{key: value for key, value in extra.items() if key not in LATER}}
     compiled = step(model, batch, microbatches, mesh, None, mine, **plan)
-    virtual = 2 if schedule in ("bfs", "zb-v") else 1
+    virtual = 2 if schedule in ("bfs", "interleaved", "zb-v") else 1
     program, inputs = scheduled(cut(compiled.body, stages * virtual), schedule, virtual), compiled.inputs()
     if "fuse" in extra:
         program = program.transformed(partial(bucket, size=20_000)).transformed(fuse)
+    program = offload_stages(program, Offload(extra.get("offload", 0), 1))
     types = {name: type_of(node) for name, node in program.body.input_nodes().items()}
 
     def local(name: str, value: Tensor) -> Tensor:

@@ -186,11 +186,3 @@ def test_the_summary_says_what_lies_on_the_host() -> None:
     size = human_bytes(memory(program.body).host.stored)
     states = f"{len(on_the_host(program.body))} states of the optimizer, {size} a rank"
     assert line == f"{states}, lie on the host between steps"
-
-
-def test_a_pipeline_keeps_its_activations() -> None:
-    with pytest.raises(shardc.ShardcError, match="SC234") as failure:
-        compiled({"mesh": "pp=2", "pipeline": {"microbatches": 2}, "offload": "all"})
-    (wrong,) = failure.value.diagnostics
-    assert wrong.hint is not None
-    assert "optimizer: all" in wrong.hint

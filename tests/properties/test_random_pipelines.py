@@ -6,7 +6,7 @@ an equal program is a bug.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,10 +20,14 @@ from shardc.frontend.trace import trace
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph, info, update
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.host_copies import BEGIN_OFFLOAD
 from shardc.partition.cut import cut
+from shardc.partition.stage_offload import offload_stages
+from shardc.partition.staged_check import stage_faults
 from shardc.partition.staged_program import StagedProgram, scheduled
 from shardc.passes.accumulate import accumulate
 from shardc.passes.fusion.fuse import fuse
+from shardc.passes.memory.offload import Offload
 from shardc.runtime.oracle.verify import verify
 from tests.partition.whole import SCHEDULES
 from tests.properties.check import Refused, compiled
@@ -49,10 +53,17 @@ def cases(draw: st.DrawFn) -> tuple[Program, Mesh, Placed]:
     st.sampled_from(sorted(SCHEDULES)),
     st.integers(0, 2**16),
     st.booleans(),
+    st.sampled_from((0, 300, "all")),
 )
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink])
 def test_a_random_pipeline_equals_the_single_device(
-    case: tuple[Program, Mesh, Placed], ranks: int, microbatches: int, schedule: str, order: int, kernels: bool
+    case: tuple[Program, Mesh, Placed],
+    ranks: int,
+    microbatches: int,
+    schedule: str,
+    order: int,
+    kernels: bool,
+    offloaded: int | Literal["all"],
 ) -> None:
     program, mesh, plan = case
     note(f"{program}\nmesh {mesh}\nplan {plan}")
@@ -75,6 +86,10 @@ def test_a_random_pipeline_equals_the_single_device(
         return
     event(f"{ranks} pipeline ranks, {schedule}")
     made = made.transformed(fuse) if kernels else made
+    before = [fault.message for fault in stage_faults(made)]
+    made = offload_stages(made, Offload(offloaded, 1))
+    assert [fault.message for fault in stage_faults(made)] == before
+    event(f"{sum(len(graph.calls_of(BEGIN_OFFLOAD)) for graph in made.graphs()) > 0} that values lie on the host")
     batch = {name: _several(value, microbatches) for name, value in micro.items()}
     given: dict[str, Any] = {**traced.constants, **model_state(model), **batch}
     inputs = complete_inputs(reference, given, seed=3)

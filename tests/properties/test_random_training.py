@@ -80,6 +80,8 @@ def cases(draw: st.DrawFn) -> tuple[str, Mesh, dict[str, Any], str, int]:
     plan["fuse"] = draw(fusions)
     plan["bucket"] = draw(st.sampled_from((False, True, 2000)))
     plan["recompute"] = draw(st.sampled_from(("none", "full", "selective", {"budget": 4096})))
+    amounts = ({"activations": "all"}, {"activations": 2000, "optimizer": "all"})
+    plan["offload"] = draw(st.sampled_from(("none", *({**said, "least": 16} for said in amounts))))
     plan["precision"] = draw(st.sampled_from(PRECISIONS))
     if draw(st.booleans()):
         plan["clip_grad_norm"] = draw(st.sampled_from((0.1, 10.0)))

@@ -130,8 +130,8 @@ FLOORS: list[dict[str, str]] = [
         "shardc.partition": """
             __init__ balance checkpoint_bytes cross_stage_buffers cut extract_subgraph fused_costs gather_hoisting
             memory memory_walk microbatch_sums prediction program_counter rank_costs same_cut same_state
-            split_backward stage_arena stage_parts stage_recompute staged_check staged_program step_analysis
-            step_epilogue transfer_report
+            split_backward stage_arena stage_offload stage_parts stage_recompute staged_check staged_program
+            step_analysis step_epilogue transfer_report
         """,
         "shardc.frontend": """
             __init__ amax_history append buffer_writers buffers cached_model carried_state chunk_states cleanup

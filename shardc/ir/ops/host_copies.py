@@ -5,7 +5,8 @@
     %x.back = begin_fetch(%x.host)         the copy to the accelerator begins
     %x.here = end_fetch(%x.back, %x.host)  has ended: what lies on the accelerator; the host's memory is free again
 
-An `end` is what its `begin` has allocated, and reads what the copy reads, so that both are held until then.
+An `end` is what its `begin` has allocated, and reads what the copy reads, so that both are held until then. What one
+graph of a pipeline's stage fetches and another fetches later is kept on the host: `end_fetch(..., keep=True)`.
 `begin_offload_into` copies over what lies on the host already, such as the state that an update replaces.
 On CUDA each direction has a stream. A copy begins when the compute stream has come to its `begin`, and the compute
 stream waits at its `end`; Python waits for neither. The host's memory is pinned, and used again in the next step.
@@ -40,6 +41,14 @@ def _view(x: Tensor, source: Tensor) -> Tensor:
     return _same(x, source).view_as(x)
 
 
+def _fetched(x: Tensor, source: Tensor, keep: bool = False) -> Tensor:
+    return _same(x, source)
+
+
+def _view_of_fetched(x: Tensor, source: Tensor, keep: bool = False) -> Tensor:
+    return _view(x, source)
+
+
 def _fetch(x: Tensor) -> Tensor:
     return _fetch_on_cuda(x) if x.is_pinned() else _copy(x)
 
@@ -48,7 +57,7 @@ BEGIN_OFFLOAD = define("begin_offload(Tensor x) -> Tensor", _copy, torch.empty_l
 BEGIN_OFFLOAD_INTO = define("begin_offload_into(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", _copy_into, _copy_into)
 END_OFFLOAD = define("end_offload(Tensor(a) out, Tensor x) -> Tensor(a)", _same, _view)
 BEGIN_FETCH = define("begin_fetch(Tensor x) -> Tensor", _fetch, torch.empty_like)
-END_FETCH = define("end_fetch(Tensor(a) back, Tensor x) -> Tensor(a)", _same, _view)
+END_FETCH = define("end_fetch(Tensor(a) back, Tensor x, bool keep=False) -> Tensor(a)", _fetched, _view_of_fetched)
 LEAST = 2**20  # bytes: what a copy moves in the 20 microseconds that it takes to begin and to be waited for
 BEGINS = (BEGIN_OFFLOAD, BEGIN_FETCH)
 ENDS = (END_OFFLOAD, END_FETCH)
@@ -139,10 +148,11 @@ def _fetch_on_cuda(x: Tensor) -> Tensor:
     return copies.begin(torch.empty_like(x, device=copies.device, pin_memory=False), x, copies.back)
 
 
-def _fetched_on_cuda(back: Tensor, x: Tensor) -> Tensor:
+def _fetched_on_cuda(back: Tensor, x: Tensor, keep: bool = False) -> Tensor:
     copies = _of(back.device)
     copies.wait(back)
-    copies.give_back(x)
+    if not keep:
+        copies.give_back(x)
     return _same(back, x)
 
 

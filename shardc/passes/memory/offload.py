@@ -52,6 +52,8 @@ from shardc.passes.memory.copy_schedule import Clock, Copy, begins_of_fetches, e
 
 LAYERS_UNDER_WAY = 2
 
+Place = tuple[int, int, fx.Node]  # the call before which a copy is put, its rank among those before that call, itself
+
 
 @dataclass(frozen=True)
 class Offload(Pass):
@@ -136,7 +138,7 @@ def saved_values(graph: Graph, calls: Sequence[fx.Node], least: int) -> list[Sav
             and max((index_of[call], *early)) < turn
             and min(late) >= second
             and all(user in inside and not schema_of(user.target).is_mutable for user in readers)
-            and _is_dense(known, storage)
+            and is_dense(known, storage)
         ):
             saved.append(Saved(storage.value, storage.bytes, ready, min(late), turn, frozenset(values)))
     return sorted(saved, key=lambda each: each.made)
@@ -162,7 +164,7 @@ def second_layer(calls: Sequence[fx.Node], backward: Sequence[int]) -> int:
     return backward[min(2, len(backward) - 1)]
 
 
-def _is_dense(known: Layouts, storage: Storage) -> bool:
+def is_dense(known: Layouts, storage: Storage) -> bool:
     """Does the value that memory was allocated for fill it, so that its copy has the same strides?"""
     layout = known.operands[storage.value]
     like = torch.empty_like(torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta"))
@@ -183,19 +185,10 @@ def read_last(sizes: Mapping[fx.Node, tuple[int, int]], most: int | Literal["all
 def _move(graph: Graph, calls: Sequence[fx.Node], chosen: Sequence[Saved], clock: Clock) -> None:
     """Insert the copies of what is chosen, and let backward read what comes back."""
     turn, bound = chosen[0].turn, bound_of([(each.value, each.bytes) for each in chosen])
-    ends = ends_of_offloads([Copy(each.bytes, each.made + 1) for each in chosen], clock, bound, turn)
+    on_host, places = copies_to_host(graph, chosen, clock, bound, turn)
     back = sorted(chosen, key=lambda each: each.read)
     begins = begins_of_fetches([Copy(each.bytes, each.read) for each in back], clock, bound, turn)
-    places: list[tuple[int, int, fx.Node]] = []
-    on_host: dict[fx.Node, fx.Node] = {}
     with graph.fx.inserting_before(graph.output_node):
-        for each, end in zip(chosen, ends, strict=True):
-            x, name, at = each.value, info(each.value).name, each.made + 1
-            if x.target is operator.getitem:
-                producer(x)[0].append(x)
-            out = copy_call(graph, BEGIN_OFFLOAD, (x,), x, f"{name}.out")
-            on_host[x] = host = copy_call(graph, END_OFFLOAD, (out, x), x, f"{name}.host")
-            places += [(at, 1, out), (end, 2 if end == at else 0, host)]
         for each, begin in zip(back, begins, strict=True):
             x, host, at = each.value, on_host[each.value], each.read
             phase, name = info(calls[at]).phase, info(x).name
@@ -204,6 +197,25 @@ def _move(graph: Graph, calls: Sequence[fx.Node], chosen: Sequence[Saved], clock
             places += [(begin, 3 if begin == at else 5, fetched), (at, 4, here)]
             places += [(at, 4, node) for node in _read_from(graph, each, here, phase)]
     put(graph, calls, places)
+
+
+def copies_to_host(
+    graph: Graph, chosen: Sequence[Saved], clock: Clock, bound: int, last: int
+) -> tuple[dict[fx.Node, fx.Node], list[Place]]:
+    """Calls that copy to the host what is chosen, in the order in which it is made, and are waited for before call
+    `last` at the latest. Returns what lies there, by value, and where `put` is to put the calls."""
+    places: list[Place] = []
+    on_host: dict[fx.Node, fx.Node] = {}
+    ends = ends_of_offloads([Copy(each.bytes, each.made + 1) for each in chosen], clock, bound, last)
+    with graph.fx.inserting_before(graph.output_node):
+        for each, end in zip(chosen, ends, strict=True):
+            x, name, at = each.value, info(each.value).name, each.made + 1
+            if x.target is operator.getitem:
+                producer(x)[0].append(x)
+            out = copy_call(graph, BEGIN_OFFLOAD, (x,), x, f"{name}.out")
+            on_host[x] = host = copy_call(graph, END_OFFLOAD, (out, x), x, f"{name}.host")
+            places += [(at, 1, out), (end, 2 if end == at else 0, host)]
+    return on_host, places
 
 
 def bound_of(moved: Sequence[tuple[fx.Node, int]]) -> int:
@@ -221,7 +233,7 @@ def seconds_of(graph: Graph, calls: Sequence[fx.Node], hardware: Hardware) -> li
     return [0.0 if call.target in COLLECTIVES else costs[call].seconds for call in calls]
 
 
-def put(graph: Graph, calls: Sequence[fx.Node], places: Sequence[tuple[int, int, fx.Node]]) -> None:
+def put(graph: Graph, calls: Sequence[fx.Node], places: Sequence[Place]) -> None:
     """Put copies before calls. Of those before one call the order is: of copies to the host what ends (0), begins (1),
     and ends at once (2); of copies back what begins late (3), ends (4), and begins (5)."""
     for at, _, node in sorted(places, key=lambda place: place[:2]):
@@ -229,7 +241,7 @@ def put(graph: Graph, calls: Sequence[fx.Node], places: Sequence[tuple[int, int,
 
 
 def copy_call(
-    graph: Graph, target: OpOverload, args: tuple[fx.Node, ...], x: fx.Node, name: str, phase: Phase = "fwd"
+    graph: Graph, target: OpOverload, args: tuple[fx.Node | bool, ...], x: fx.Node, name: str, phase: Phase = "fwd"
 ) -> fx.Node:
     """A copy of `x`, or the end of one, under a name of its own."""
     return graph.call(target, args, like=x, type=type_of(x), name=name, phase=phase)
@@ -237,24 +249,31 @@ def copy_call(
 
 def _read_from(graph: Graph, saved: Saved, here: fx.Node, phase: Phase) -> list[fx.Node]:
     """Let calls of backward read `here` and views of it. Returns the calls that make these views."""
-    new: dict[fx.Node, fx.Node] = {saved.value: here}
-    made: list[fx.Node] = []
-
-    def renewed(value: fx.Node) -> fx.Node:
-        if value not in new:
-            call = producer(value)[0]
-            for operand in operands(call):
-                renewed(operand)
-            for node in (call, *(v for v in results(call) if v is not None and v is not call)):
-                new[node] = again = graph.fx.node_copy(node, lambda read: new[read])
-                about = info(node)
-                set_info(again, replace(about, name=graph.unique(f"{about.name}.here"), phase=phase, origin=None))
-                made.append(again)
-        return new[value]
-
+    renewed = Renewed(graph, saved.value, here, phase)
     of_forward = [value for value in saved.views if info(value).phase == "fwd"]
     for value in sorted(of_forward, key=lambda value: info(value).name):
         for user in list(value.users):
             if info(user).phase != "fwd" and user.target is not operator.getitem:
-                user.replace_input_with(value, renewed(value))
-    return made
+                user.replace_input_with(value, renewed.value(value))
+    return renewed.calls
+
+
+class Renewed:
+    """Views of `x`, made anew of its copy `here` in `graph`, at the graph's insertion point. `calls` make them."""
+
+    def __init__(self, graph: Graph, x: fx.Node, here: fx.Node, phase: Phase) -> None:
+        self.graph, self.phase, self.calls = graph, phase, list[fx.Node]()
+        self._new = {x: here}
+
+    def value(self, view: fx.Node) -> fx.Node:
+        if view not in self._new:
+            call = producer(view)[0]
+            for operand in operands(call):
+                self.value(operand)
+            for node in (call, *(v for v in results(call) if v is not None and v is not call)):
+                self._new[node] = again = self.graph.fx.node_copy(node, lambda read: self._new[read])
+                about = info(node)
+                name = self.graph.unique(f"{about.name}.here")
+                set_info(again, replace(about, name=name, phase=self.phase, origin=None))
+                self.calls.append(again)
+        return self._new[view]
