@@ -143,7 +143,7 @@ def call_passes(options: Options) -> list[Pass]:
         options.decompose,
         options.bucket,
         options.prefetch,
-        BiasProducts(options.fuse.enabled),
+        BiasProducts(kernels=options.fuse.enabled),
         PickColumns(not options.fuse.enabled),
         MergeUpdates(not options.fuse.enabled),
     ]

@@ -49,7 +49,7 @@ def writes(body: Graph, of: dict[fx.Node, Storage] | None = None, run: Sections 
     run = run or sections(body)
     calls = run.in_order(body)
     index_of = {node: i for i, node in enumerate(calls)}
-    last = _last_reads(calls, index_of, of)
+    last = last_reads(calls, index_of, of)
     twins = body.input_nodes()
     ends = Counter(of[value] for value in body.output_values)
     allowed: list[Write] = []
@@ -83,7 +83,7 @@ def _written_over(port: Port) -> bool:
     return port.role in ("param", "state") or (port.role == "buffer" and port.name.startswith(CACHE))
 
 
-def _last_reads(
+def last_reads(
     calls: Sequence[fx.Node], index_of: dict[fx.Node, int], of: dict[fx.Node, Storage]
 ) -> dict[Storage, int]:
     """The last call that reads each storage."""

@@ -8,7 +8,8 @@
 An activation's kernel, a residual sum's or a norm's adds the bias to what it reads anyway. What only attention,
 products and collectives read is read and written once more for its bias, unless the product adds it as it writes its
 result. In 16 bits that leaves a rounding out, so a call and those of its graph that repeat it, in backward or for the
-other half of a batch, are all joined or none is. (A stage's forward and backward are graphs of their own.)
+other half of a batch, are all joined or none is. (A stage's forward and backward are graphs of their own.) Without
+kernels every bias of at least 32 bits is joined; shorter ones are rounded as plans without this pass round them.
 
 Needs a localized body, or a part of one. Ensures the same values under the same names; no product that is a pending sum
 has a bias, which would be added on each rank.
@@ -38,15 +39,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class BiasProducts(Pass):
-    """Give products their biases, if `enabled`."""
+    """Give products their biases: if `kernels` are made afterwards, those that none of them would add."""
 
-    enabled: bool = True
+    kernels: bool = True
 
     def run(self, graph: Graph) -> Graph:
-        adding = graph.calls_of(aten.add.Tensor) if self.enabled else []
-        storage_of = storages(graph) if any(_parts(call) is not None for call in adding) else {}
+        adding = graph.calls_of(aten.add.Tensor)
+        storage_of = storages(graph) if self.kernels and any(_parts(call) is not None for call in adding) else {}
         repeats = {info(call).name: origin.of for call in adding if (origin := _repeated(call)) is not None}
-        refused = {_first(call, repeats) for call in adding if not _may_join(call, storage_of)}
+        refused = {_first(call, repeats) for call in adding if not self._may_join(call, storage_of)}
         names = {info(call).name for call in adding if _first(call, repeats) not in refused}
         if not names:
             return graph
@@ -56,6 +57,13 @@ class BiasProducts(Pass):
             assert parts is not None
             _join(graph, call, *parts)
         return graph
+
+    def _may_join(self, call: fx.Node, storage_of: Mapping[fx.Node, Storage]) -> bool:
+        if _parts(call) is None:
+            return False
+        if not self.kernels:
+            return type_of(call).dtype.itemsize >= torch.float32.itemsize
+        return all(map(_is_opaque, _readers(call, storage_of)))
 
 
 def _repeated(call: fx.Node) -> Derivation | None:
@@ -68,10 +76,6 @@ def _first(call: fx.Node, repeats: Mapping[str, str]) -> str:
     while name in repeats:
         name = repeats[name]
     return name
-
-
-def _may_join(call: fx.Node, storage_of: Mapping[fx.Node, Storage]) -> bool:
-    return _parts(call) is not None and all(map(_is_opaque, _readers(call, storage_of)))
 
 
 def _parts(call: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -57,7 +57,7 @@ def test_a_layer_enters_no_python_but_that_of_its_kernels() -> None:
     entered = frames(3)
     entered.subtract(frames(2))
     a_layer = +entered
-    assert (a_layer["_linear"], a_layer["_dgrad"], a_layer["_wgrad"]) == (4, 4, 4)
+    assert (a_layer["_linear_bias"], a_layer["_dgrad"], a_layer["_wgrad"]) == (4, 4, 4)
     assert (a_layer["whole"], a_layer["whole_backward"]) == (1, 1)
     assert a_layer["OpOverload.__call__"] == a_layer["_statistics_exact.<locals>.run"] == 4
     assert not [name for name in a_layer if "CallArguments" in name or "Routine" in name or "BodyCode" in name]

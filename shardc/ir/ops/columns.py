@@ -27,9 +27,13 @@ def _pick_column(values: Tensor, column: Tensor) -> Tensor:
 
 
 def _subtract_at(values: Tensor, column: Tensor, amount: Tensor) -> Tensor:
+    return write_subtract_at(values, column, amount, out=values.clone(memory_format=torch.contiguous_format))
+
+
+def write_subtract_at(values: Tensor, column: Tensor, amount: Tensor, *, out: Tensor) -> Tensor:
+    """The same, where `out` has the values already: their own memory, or a copy."""
     exists, column, picked = _at_columns(values, column)
-    copy = values.clone(memory_format=torch.contiguous_format)
-    return copy.scatter_(1, column, torch.where(exists, picked - amount, picked))
+    return out.scatter_(1, column, torch.where(exists, picked - amount, picked))
 
 
 PICK_COLUMN = define(

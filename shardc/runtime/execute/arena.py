@@ -18,8 +18,11 @@ SCRATCH = 4 << 20  # minimum bytes of scratch memory, which kernels use for part
 
 
 class Arena:
-    def __init__(self, plans: Mapping[Graph, Plan], device: torch.device) -> None:
-        self.plans, self.device = dict(plans), device
+    """`overwrites`: of what the arena does not hold, results may lie where dead operands lay (`over_operands`), so that
+    a rank holds at most what the memory report says. Without it, that is what a rank holds."""
+
+    def __init__(self, plans: Mapping[Graph, Plan], device: torch.device, overwrites: bool = False) -> None:
+        self.plans, self.device, self.overwrites = dict(plans), device, overwrites
         self.buffer = torch.empty(max((p.bytes for p in plans.values()), default=0), dtype=torch.uint8, device=device)
         self._scratch = self.buffer[:0]
         self._stream: torch.cuda.Stream | None = None

@@ -61,7 +61,7 @@ class Executor:
     def __init__(self, program: StagedProgram, c: int, context: RankContext, rank: int, peers: PeerGroups) -> None:
         self.program, self.c, self.context, self.rank, self.peers = program, c, context, rank, peers
         self.transfers = Transfers(peers.directions, peers.device, peers.limit)
-        self.arena = Arena(arena_plans(program, c), peers.device)
+        self.arena = Arena(arena_plans(program, c), peers.device, overwrites=peers.device.type == "cpu")
         self.body: BodyCode | None = None
         self.epilogue: EpilogueCode | None = None
         self._probe: Graph | None = None

@@ -38,6 +38,7 @@ from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
 from shardc.runtime.execute.held_views import HeldViews, ViewCall
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
 from shardc.runtime.execute.monitor import RunMonitor
+from shardc.runtime.execute.over_operands import WRITERS, over_operands
 from shardc.runtime.execute.overlap import begin
 from shardc.runtime.execute.prepared_collective import PreparedCollective, UnderWay, prepare_collective
 from shardc.runtime.execute.prepared_linear import LINEARS, prepare_linear
@@ -82,6 +83,7 @@ class Routine:
         self._viewed: set[fx.Node] = set()  # calls whose results are fixed views: they never run
         if arena is not None:
             self._bind_arena(arena)
+        self._over = self._over_operands() if arena is not None and arena.overwrites else {}
         self._transposed: dict[int, Slot] = {}  # by the slot of a held matrix
         self._view_calls: dict[int, list[ViewCall]] = {}  # by held slot
         self._held = self._held_slots()
@@ -108,6 +110,18 @@ class Routine:
                     self._viewed.add(instruction.node)
         for slot, x in self._fixed.items():
             self.empty[slot] = x
+
+    def _over_operands(self) -> dict[fx.Node, int]:
+        """The calls that write their result over an operand, with its slot."""
+        listing, slot_of = self.listing, dict[fx.Node, int]()
+        for instruction in listing.instructions:
+            slot_of |= {value: slot for value, _, slot in instruction.yields}
+        placed = {value for value, slot in slot_of.items() if slot in self._fixed}
+        placed |= self._pieces.keys() | self._write_of.keys()
+        starts, count = (listing.repeated.start, listing.repeated.stop), len(listing.instructions)
+        sections = [-1 if index in listing.first else sum(index >= start for start in starts) for index in range(count)]
+        over = over_operands(self.graph, [i.node for i in listing.instructions], sections, placed)
+        return {call: slot_of[value] for call, value in over.items()}
 
     def _held_slots(self) -> set[int]:
         """The slots of inputs that lie where they are from step to step."""
@@ -187,6 +201,10 @@ class Routine:
                 code[-1] = self._write_in_place(code[-1], instruction, result_places)
             elif pieces:
                 code[-1] = self._produce_at(code[-1], instruction, pieces[0].make, self._member_place(pieces[0]))
+            elif (slot := self._over.get(instruction.node)) is not None:
+                write, name = WRITERS[instruction.node.target]
+                index, _, arguments, into, free = code[-1]
+                code[-1] = index, write, arguments.with_named(**{name: Slot(slot)}), into, free
             elif action.kind == "run" and len(instruction.yields) == 1 and writes_out(instruction.node):
                 place = self._fixed.get(instruction.yields[0][2])
                 if place is not None:
