@@ -148,8 +148,8 @@ FLOORS: list[dict[str, str]] = [
         "shardc.runtime.execute": """
             __init__ arena batch body_code bucket_buffer call_arguments call_recorder data_parts decomposed_products
             direct_call executor failed_call held_views index_check instructions layout measured_timeline microbatches
-            monitor overlap peer_groups prepared_code prepared_collective prepared_linear process_end process_groups
-            rank_record signal_wakeup stage_code step_epilogue step_graph transfers written_code
+            monitor over_operands overlap peer_groups prepared_code prepared_collective prepared_linear process_end
+            process_groups rank_record signal_wakeup stage_code step_epilogue step_graph transfers written_code
         """,
     },
     {
