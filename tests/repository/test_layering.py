@@ -175,8 +175,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.compiler": """
-            __init__ binding decompose_auto driver fusion_default generation graphs_auto layer_copies pass_pipeline pipelining
-            program_check rank request split_auto step_plan what_varies
+            __init__ binding decompose_auto driver fusion_default generation graphs_auto layer_copies pass_pipeline
+            pipelining program_check rank request split_auto step_plan what_varies
         """,
     },
     {
