@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shardc.compiler.pass_pipeline import Options, inspect
-from shardc.ir.diagnostic import ShardcError
-from shardc.ir.equal_layers import UnequalError, Units, equal_layers, shortened
+from shardc.ir.equal_layers import equal_layers, shortened
 from shardc.ir.graph import Graph
 from shardc.ir.lengthened import lengthened
+from shardc.ir.units import UnequalError, Units
 from shardc.passes.communication.combine import Combine
 from shardc.passes.context.divide_attention import Divided
 from shardc.passes.sharding.dispatch import Choice
@@ -32,18 +32,26 @@ def sharded_by_layers(
 ) -> Graph | None:
     """What `distribute` leaves of a step behind `Combine`, by doing it to few of its equal layers; None where all of
     them have to be looked at."""
-    units = equal_layers(reference) if options.watch is None else None
-    if units is None:
+    if options.watch is not None:
         return None
     try:
-        sharded = lengthened(_few(reference, units, bound, options, distribute), units)
-        options.assign.chosen[:] = _of_all_layers(options.assign.chosen, units)
-        for divided in (options.attention.chosen, options.keys.chosen):
-            divided[:] = _of_all_layers(divided, units)
-    except (UnequalError, ShardcError):  # of what is wrong with a step all layers are told
+        return by_few_layers(reference, bound, options, distribute)
+    except Exception:  # also a check that failed: whatever is wrong with few layers, all of them are looked at
         return None
+
+
+def by_few_layers(reference: Graph, bound: Sequence[Bound], options: Options, distribute: Distribute) -> Graph | None:
+    """The same. Raises UnequalError where layers turn out not to be equal, and ShardcError for what is wrong with few
+    of them: of a step's faults all layers are told."""
+    units = equal_layers(reference)
+    if units is None:
+        return None
+    sharded = lengthened(_few(reference, units, bound, options, distribute), units)
+    options.assign.chosen[:] = _of_all_layers(options.assign.chosen, units)
+    for divided in (options.attention.chosen, options.keys.chosen):
+        divided[:] = _of_all_layers(divided, units)
     if (sharded.inputs, sharded.outputs) != (reference.inputs, reference.outputs):
-        return None
+        raise UnequalError("inputs and outputs are others")
     inspect(Combine(), sharded, sharded, 0.0, options)
     return sharded
 
@@ -62,7 +70,11 @@ def _few(reference: Graph, units: Units, bound: Sequence[Bound], options: Option
     ]
     few = replace(options, store=replace(store, bound=stored, layout=layout), keep_gathered=frozenset(gathered))
     short = shortened(reference, units)
-    sharded = sharded_by_layers(short, kept, few, distribute) or distribute(short, kept, few)  # by another list's
+    try:  # another list may have more
+        sharded = by_few_layers(short, kept, few, distribute)
+    except UnequalError:
+        sharded = None
+    sharded = distribute(short, kept, few) if sharded is None else sharded
     for finding in sharded.diagnostics[len(reference.diagnostics) :]:
         unit = units.within(finding.fqn or "")[0]
         if unit is not None and unit >= units.first:

@@ -5,13 +5,13 @@
     model.layers.0   1   2   3   4   ...   28   29   30   31      lengthened: 3 to 28 are made like 2 and 29
 
 Two layers say the same if each call of one has its twin in the other: the same op, arguments and types, operands that
-are twins or one and the same value, and texts (names, causes) that differ by the layer's index alone. Numbers may
-count, as those of random calls do: from each layer to the next they grow by the same.
+are twins or one and the same value, and texts (names, causes) that differ by the layer's index alone. The numbers of
+random calls count: from each layer to the next they grow by the same.
 
 A pass that decides by a call and what is near it makes the same of equal layers, however many there are. So fewer of
 them are compiled, and if of the result 2 and 29 say the same still, so would those between. What does not fit raises
-`UnequalError`, and then all layers have to be compiled: values outside of layers that read several of them, and calls
-of one layer in the midst of another's.
+`UnequalError`, and then all layers have to be compiled: values outside of layers that read several of them, calls of
+one layer in the midst of another's, and decisions of a pass that span several layers (`Graph.units` tells it).
 """
 
 from __future__ import annotations
@@ -19,60 +19,24 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from torch import fx
+from torch._ops import OpOverload
 
 from shardc.ir.graph import FIELD_VALUES, KEY, Graph, Port, Seed, info, set_info
 from shardc.ir.layers import layer_of, list_and_index
 from shardc.ir.provenance import Cause, Derivation, Requirement
+from shardc.ir.schema import given, schema_of
+from shardc.ir.units import UnequalError, Units
 from shardc.torch_compat import add_node
 
 T = TypeVar("T")
 LEAST = 8  # units that are left out, or it is not worth the search
 LONGEST_PERIOD = 6  # kinds of layers that take turns
+NUMBER = "op_id"  # of a random call: which of the graph's it is
 READ = {kind: operator.attrgetter(*kind.__slots__) for kind in (Cause, Requirement, Derivation, Seed, Port)}
-
-
-class UnequalError(Exception):
-    """Layers do not say the same, or something outside of them reads several."""
-
-
-@dataclass(frozen=True)
-class Units:
-    """The elements of the list of modules `path` in groups of `period`: of 2, unit 1 is the elements 2 and 3.
-
-    All from `first` to `last` say the same, and a shortened graph is without those between the two. `steps` are by what
-    counting numbers grow from one unit to the next.
-    """
-
-    path: str
-    period: int
-    first: int
-    last: int
-    steps: frozenset[int] = frozenset()
-
-    @property
-    def removed(self) -> range:
-        return range(self.first + 1, self.last)
-
-    def within(self, name: str) -> tuple[int | None, str]:
-        """The unit of a module, or of a tensor by its name, and what it is called in each; None for those outside."""
-        start = len(self.path) + 1
-        index, _, rest = name[start:].partition(".")
-        if not name.startswith(f"{self.path}.") or not (index.isascii() and index.isdecimal()):
-            return None, name
-        return int(index) // self.period, f"<{int(index) % self.period}>.{rest}"
-
-    def renamed(self, name: str, unit: int) -> str:
-        """What a module is called in another unit."""
-        index, _, rest = name[len(self.path) + 1 :].partition(".")
-        return ".".join(filter(None, (self.path, f"{unit * self.period + int(index) % self.period}", rest)))
-
-    def slot(self, unit: int) -> int:
-        """The place of a unit among those of a shortened graph."""
-        return unit if unit <= self.first else unit - len(self.removed)
 
 
 def equal_layers(graph: Graph) -> Units | None:
@@ -135,10 +99,14 @@ def shortened(graph: Graph, units: Units) -> Graph:
         args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
         table[node] = copy = add_node(short.fx, node.op, node.target, args, kwargs, node.name)
         set_info(copy, info(node))
+    returned = [(port.name, node) for port, node in zip(graph.outputs, graph.output_values, strict=True)]
+    for name, node in (*graph.gradients.items(), *returned):
+        if (units.within(name)[0] in units.removed) != (view.unit.get(node) in units.removed):
+            raise UnequalError(f"{name} is {info(node).name}")
     short.inputs = tuple(p for p, n in zip(graph.inputs, graph.placeholders, strict=True) if n in table)
-    returned = [(p, table[n]) for p, n in zip(graph.outputs, graph.output_values, strict=True) if n in table]
-    short.outputs = tuple(port for port, _ in returned)
-    short.fx.output([value for _, value in returned])
+    outputs = [(p, table[n]) for p, n in zip(graph.outputs, graph.output_values, strict=True) if n in table]
+    short.outputs = tuple(port for port, _ in outputs)
+    short.fx.output([value for _, value in outputs])
 
     def renamed(name: str, node: fx.Node) -> str:
         """What the next layer says of a value."""
@@ -153,7 +121,8 @@ def shortened(graph: Graph, units: Units) -> Graph:
     short.activations = {renamed(name, n): table[n] for name, n in graph.activations.items() if n in table}
     short.gradients = {name: table[n] for name, n in graph.gradients.items() if n in table}
     short.diagnostics, short.microbatches, short.halves = list(graph.diagnostics), graph.microbatches, graph.halves
-    short.tokens, short.gathers_once = graph.tokens, graph.gathers_once
+    short.tokens, short.gathers_once, short.units = graph.tokens, graph.gathers_once, (*graph.units, units)
+    assert not graph.seeds, "`seed` has run"
     return short
 
 
@@ -198,8 +167,7 @@ class LayerPair:
         """Do two values of the units say the same?"""
         return (
             x.op == y.op
-            and (x.op == "placeholder" or x.target is y.target)
-            and (x.op == "placeholder" or (self.same(x.args, y.args) and self.same(x.kwargs, y.kwargs)))
+            and (x.op == "placeholder" or (x.target is y.target and self._arguments(x, y)))
             and self.same(FIELD_VALUES(x.meta[KEY]), FIELD_VALUES(y.meta[KEY]))
             and self.same(self.view.said.get(x), self.view.said.get(y))
         )
@@ -221,10 +189,14 @@ class LayerPair:
             return x.keys() == y.keys() and all(self.same(x[key], y[key]) for key in x)
         if kind in READ:
             return all(map(self.same, READ[kind](x), READ[kind](y)))
-        if kind is int and x != y:
-            self.steps.append(y - x)
-            return True
         return bool(x == y)
+
+    def _arguments(self, x: fx.Node, y: fx.Node) -> bool:
+        if not _is_numbered(x.target):
+            return self.same(x.args, y.args) and self.same(x.kwargs, y.kwargs)
+        mine, others = given(x), given(y)
+        self.steps.append(others[NUMBER] - mine[NUMBER])
+        return all(name == NUMBER or self.same(mine[name], others[name]) for name in mine)
 
     def _beside(self, x: int | None, y: int | None) -> bool:
         return x is not None and y is not None and self.slot(y) - self.slot(x) == self.apart
@@ -235,6 +207,11 @@ class LayerPair:
             self._beside(a // period, b // period) and a % period == b % period
             for a, b in zip(map(int, mine[1::2]), map(int, others[1::2]), strict=True)
         )
+
+
+@cache
+def _is_numbered(op: Any) -> bool:
+    return isinstance(op, OpOverload) and any(argument.name == NUMBER for argument in schema_of(op).arguments)
 
 
 def tables_of(graph: Graph) -> Iterator[tuple[fx.Node, tuple[str, Any]]]:

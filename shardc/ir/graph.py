@@ -24,6 +24,7 @@ from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.provenance import NO_CAUSE, Cause, Derivation, Requirement
 from shardc.ir.types import Axes, TensorType
+from shardc.ir.units import Units
 from shardc.torch_compat import add_node
 
 KEY = "shardc"
@@ -120,6 +121,7 @@ class Graph:
         self.halves = 1  # of a microbatch, interleaved: see passes/communication/split_batch.py
         self.gathers_once = False  # weights, by the first microbatch for all of them: see ir.microbatch
         self.tokens: Tokens | None = None  # what their losses are weighted by; None: the step's is their mean
+        self.units: tuple[Units, ...] = ()  # of equal layers that it has few of: see ir/equal_layers.py
         self.activations: dict[str, fx.Node] = {}  # module FQN -> the value it outputs
         self.gradients: dict[str, fx.Node] = {}  # parameter -> its gradient, where the optimizer consumes it
         self.stored: dict[fx.Node, tuple[Axes, ...]] = {}  # input -> how it is stored, where ops use it otherwise
@@ -212,7 +214,7 @@ class Graph:
         self.priorities = {table[n]: p for n, p in other.priorities.items() if n in table}
         self.diagnostics = list(other.diagnostics)
         self.microbatches, self.halves, self.tokens = other.microbatches, other.halves, other.tokens
-        self.gathers_once = other.gathers_once
+        self.gathers_once, self.units = other.gathers_once, other.units
 
     # ------------------------------------------------------------------ editing
     def unique(self, name: str) -> str:

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from shardc.ir.equal_layers import READ, LayerPair, LayerView, UnequalError, Units
+from shardc.ir.equal_layers import READ, LayerPair, LayerView
 from shardc.ir.graph import FIELD_VALUES, Graph, ValueInfo, info, set_info
+from shardc.ir.units import UnequalError, Units
 from shardc.torch_compat import add_node
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ class _Lengthening:
         whole.seeds = dict(self._pairs((each for each in seeds if each[0] in there), lambda each: unit.get(each[0])))
         whole.priorities = self._priorities()
         whole.diagnostics, whole.microbatches, whole.halves = list(short.diagnostics), short.microbatches, short.halves
-        whole.tokens, whole.gathers_once = short.tokens, short.gathers_once
+        whole.tokens, whole.gathers_once, whole.units = short.tokens, short.gathers_once, short.units[:-1]
         whole.taken = self._names()
         return whole
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardc
-from shardc.compiler import driver
-from shardc.compiler.layer_copies import sharded_by_layers
+from shardc.compiler import driver, layer_copies
+from shardc.compiler.layer_copies import by_few_layers
+from shardc.ir.diagnostic import ShardcError
 from shardc.ir.schema import given as arguments
+from shardc.ir.units import UnequalError
 
 LAYERS = 14
 WIDTH = 16
@@ -65,7 +67,10 @@ def both(model: nn.Module, plan: Any, *, trained: bool = False, batch: Any = X) 
     taken: list[bool] = []
 
     def noted(*args: Any) -> Any:
-        sharded = sharded_by_layers(*args)
+        try:
+            sharded = by_few_layers(*args)
+        except (UnequalError, ShardcError):  # and nothing else: `sharded_by_layers` would hide a fault
+            sharded = None
         taken.append(sharded is not None)
         return sharded
 
@@ -221,6 +226,109 @@ def test_lists_in_turn() -> None:
     taken, program = both(Two(), plan)
     assert taken
     assert program.verify().ok
+
+
+class Between(nn.Module):
+    """Layers between modules of some length, that a plan places."""
+
+    def __init__(self, before: int, behind: int, layers: int = 24) -> None:
+        super().__init__()
+        self.start, self.end, self.before, self.behind = nn.Identity(), nn.Identity(), before, behind
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x * self.scale)
+        for _ in range(self.before):
+            x = x.tanh()
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        for _ in range(self.behind):
+            x = x.tanh()
+        return self.end(x).square().mean()
+
+
+@pytest.mark.parametrize(("before", "behind"), [(0, 10), (10, 0), (0, 0)])
+@pytest.mark.parametrize("end", ["-, tp", "tp, -"], ids=["other", "same"])
+def test_placements_that_meet_half_way(before: int, behind: int, end: str) -> None:
+    """Where they meet, and by which of them a value is placed, depends on how many layers lie between."""
+    both(Between(before, behind), {"activations": {"start": "tp, -", "end": end}})
+
+
+class Read(nn.Module):
+    """Layers that read sections of one product."""
+
+    def __init__(self, rows: int, width: int, tail: int, layers: int = 24) -> None:
+        super().__init__()
+        self.all = nn.Linear(width, layers * 8 + tail, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(layers)])
+        self.rows, self.tail = rows, tail
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.all(x)
+        x = x[:, :8]
+        for index, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(read[:, index * 8 : index * 8 + 8])) * x
+        return x.square().mean() + read[:, -self.tail :].square().mean()
+
+
+@pytest.mark.parametrize("tail", [5, 16])
+@pytest.mark.parametrize("placed", ["tp, -", "-, tp"])
+def test_sections_that_are_counted_by_layers(tail: int, placed: str) -> None:
+    taken, _ = both(Read(4, WIDTH, tail), {"params": {"all.weight": placed}})
+    assert not taken
+
+
+class Gates(nn.Module):
+    """Layers that all read one value, or a small part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Linear(512, 512, bias=False).requires_grad_(False)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(24)])
+
+    def forward(self, z: Tensor) -> Tensor:
+        gates, x = self.all(z), z[:4, :4]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x) * gates[:4, :4]) * x
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("rows", [64, 32768])
+def test_what_all_layers_read_is_summed_once_if_they_are_many(rows: int) -> None:
+    with torch.device("meta"):
+        model, z = Gates(), torch.zeros(rows, 512)
+    both(model, {"params": {"all.weight": "-, tp"}}, batch=z)
+
+
+def test_gradients_that_are_one_value() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Block() for _ in range(24)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            total = x
+            for layer in self.layers:
+                total = total + layer.down(torch.tanh(layer.up(x)))
+                x = torch.tanh(x)
+            return total.square().mean() + x.sum()
+
+    both(Summed(), COLUMNS)
+    both(Summed(), COLUMNS, trained=True)
+
+
+def test_a_fault_of_few_layers_is_no_fault() -> None:
+    """Whatever goes wrong with few of them, all layers are looked at."""
+
+    def broken(*_: Any) -> Any:
+        raise KeyError("h.3")
+
+    programs: list[shardc.Program] = []
+    for where, instead in ((layer_copies, "lengthened"), (driver, "sharded_by_layers")):
+        with patch.object(where, instead, broken if where is layer_copies else lambda *_: None):
+            programs.append(shardc.compile(Stack(in_turn), X, mesh="dp=2, tp=2", plan=COLUMNS))
+    assert programs[0].to_plain() == programs[1].to_plain()
 
 
 @st.composite

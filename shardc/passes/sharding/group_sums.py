@@ -23,6 +23,7 @@ from torch import fx
 
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.types import Axes, Partial
+from shardc.ir.units import refuse_several
 from shardc.passes.base import Pass
 
 ADD = torch.ops.aten.add.Tensor
@@ -101,9 +102,11 @@ def _regroup(graph: Graph, chains: _Chains, root: fx.Node) -> None:
     runs = [partial for partial in chains.runs(root) if partial]
     if len(runs) == len(set(runs)):
         return
+    terms = list(chains.terms(root))
+    refuse_several(graph.units, (info(term).fqn for term in (root, *terms)))
     groups: dict[Partial, list[fx.Node]] = {}
     repeated: list[fx.Node] = []  # last, to what has the dims of the result
-    for term in chains.terms(root):
+    for term in terms:
         if _broadcast(term, root):
             repeated.append(term)
         else:

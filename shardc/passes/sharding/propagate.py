@@ -26,6 +26,7 @@ from torch import fx
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
 from shardc.ir.provenance import Cause
 from shardc.ir.types import Axes
+from shardc.ir.units import UnequalError
 from shardc.passes.base import Pass
 from shardc.passes.sharding.atomize import linked_gradients
 from shardc.passes.sharding.seed import copied_axes
@@ -80,6 +81,7 @@ class _Spread:
         self.cause: dict[fx.Node, Cause] = {}
         self.fixed: dict[fx.Node, tuple[bool, ...]] = {}
         self.links: list[_Link] = []
+        self.crossed: dict[tuple[str, fx.Node], int] = {}  # borders of units that a placement has come over
         self.copied = copied_axes(graph)
         self.users: dict[fx.Node, list[_Link]] = {v: [] for v in self.spec}
         for node in graph.calls():
@@ -132,14 +134,28 @@ class _Spread:
         if priority == 0:
             queue = deque(self.links)
         queued = {id(link) for link in queue}
+        in_order = (
+            len(self.links) if priority == 0 else 0
+        )  # the links of the first sweep, which goes by the order of calls
         while queue:
             link = queue.popleft()
             queued.discard(id(link))
-            for value in self._step(link, priority):
+            in_order -= 1
+            for value in self._step(link, priority, in_order=in_order >= 0):
                 for user in self.users[value]:
                     if user is not link and id(user) not in queued:
                         queued.add(id(user))
                         queue.append(user)
+
+    def _travel(self, source: fx.Node, value: fx.Node) -> None:
+        """What goes from layer to layer meets what comes the other way where as many layers lie behind as before it:
+        among few of them elsewhere than among all."""
+        for units in self.graph.units:
+            here, there = (units.within(info(v).fqn or info(v).name)[0] for v in (source, value))
+            crossed = self.crossed.get((units.path, source), 0) + (here != there)
+            self.crossed[units.path, value] = max(crossed, self.crossed.get((units.path, value), 0))
+            if crossed > 1:
+                raise UnequalError(f"{units.path}: a placement goes from layer to layer")
 
     def _drop_repeats(self, value: fx.Node, placement: tuple[Axes, ...]) -> None:
         """An axis that the seed puts on one atom leaves the others."""
@@ -147,7 +163,7 @@ class _Spread:
         for i, axes in enumerate(self.spec[value]):
             self.spec[value][i] = tuple(a for a in axes if atom_of.get(a, i) == i)
 
-    def _step(self, link: _Link, priority: int) -> list[fx.Node]:
+    def _step(self, link: _Link, priority: int, *, in_order: bool) -> list[fx.Node]:
         have: dict[int, Axes] = {}
         cause: dict[int, fx.Node] = {}
         for value, pieces in link.tensors:
@@ -183,6 +199,8 @@ class _Spread:
                         used.add(axis)
                         self.priorities.setdefault(value, {})[(i, axis)] = priority
                         moved = True
+                        if self.graph.units and not in_order:
+                            self._travel(cause[piece], value)
                         source = cause[piece]
                         if value not in self.cause and source in self.cause:
                             self.cause[value] = replace(self.cause[source], through=link.name)

@@ -30,6 +30,7 @@ from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.attention_keys import SDPA_KEYS
 from shardc.ir.types import Axes, TensorType
+from shardc.ir.units import refuse_several
 from shardc.passes.base import Pass, split_of
 from shardc.passes.normalize.decompositions.table import HALF
 from shardc.passes.sharding.atomize import UPDATES
@@ -143,6 +144,8 @@ def _cut(
     for values in _components(eligible, users):
         if all(i not in eligible.get(op, ()) for v in values for op, i in users.get(v, [])):
             continue
+        readers = (op.node for v in values for op, _ in users.get(v, []))
+        refuse_several(graph.units, (info(node).fqn or info(node).name for node in (*values, *readers)))
         network = _Network()
         for v in values:
             uses = users.get(v, [])
