@@ -228,24 +228,40 @@ def test_lists_in_turn() -> None:
     assert program.verify().ok
 
 
-class Between(nn.Module):
-    """Layers between modules of some length, that a plan places."""
-
-    def __init__(self, before: int, behind: int, layers: int = 24) -> None:
+class Tanh(nn.Module):
+    def __init__(self, times: int = 1) -> None:
         super().__init__()
-        self.start, self.end, self.before, self.behind = nn.Identity(), nn.Identity(), before, behind
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(x)
+        return x
+
+
+class Added(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, gate: float | Tensor = 1.0) -> Tensor:
+        return x + torch.tanh(self.linear(x) * gate) * x
+
+
+class Between(nn.Module):
+    """Layers between modules of some length, of which the ends are placed."""
+
+    def __init__(self, before: int, behind: int) -> None:
+        super().__init__()
+        self.start, self.end, self.before, self.behind = Tanh(), Tanh(), Tanh(before), Tanh(behind)
+        self.layers = nn.ModuleList([Added() for _ in range(24)])
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.start(x * self.scale)
-        for _ in range(self.before):
-            x = x.tanh()
+        x = self.before(self.start(x * self.scale))
         for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        for _ in range(self.behind):
-            x = x.tanh()
-        return self.end(x).square().mean()
+            x = layer(x)
+        return self.end(self.behind(x)).square().mean()
 
 
 @pytest.mark.parametrize(("before", "behind"), [(0, 10), (10, 0), (0, 0)])
@@ -258,47 +274,65 @@ def test_placements_that_meet_half_way(before: int, behind: int, end: str) -> No
 class Read(nn.Module):
     """Layers that read sections of one product."""
 
-    def __init__(self, rows: int, width: int, tail: int, layers: int = 24) -> None:
+    def __init__(self, tail: int) -> None:
         super().__init__()
-        self.all = nn.Linear(width, layers * 8 + tail, bias=False)
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(layers)])
-        self.rows, self.tail = rows, tail
+        self.all = nn.Linear(WIDTH, 24 * 8 + tail, bias=False)
+        self.layers = nn.ModuleList([Section(8 * index) for index in range(24)])
+        self.tail = tail
 
     def forward(self, x: Tensor) -> Tensor:
         read = self.all(x)
         x = x[:, :8]
-        for index, layer in enumerate(self.layers):
-            x = x + torch.tanh(layer(read[:, index * 8 : index * 8 + 8])) * x
+        for layer in self.layers:
+            x = layer(x, read)
         return x.square().mean() + read[:, -self.tail :].square().mean()
+
+
+class Section(nn.Module):
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.added, self.start = Added(8), start
+
+    def forward(self, x: Tensor, read: Tensor) -> Tensor:
+        return self.added(x, read[:, self.start : self.start + 8])
 
 
 @pytest.mark.parametrize("tail", [5, 16])
 @pytest.mark.parametrize("placed", ["tp, -", "-, tp"])
 def test_sections_that_are_counted_by_layers(tail: int, placed: str) -> None:
-    taken, _ = both(Read(4, WIDTH, tail), {"params": {"all.weight": placed}})
+    taken, _ = both(Read(tail), {"params": {"all.weight": placed}})
     assert not taken
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(512))
+
+    def forward(self, x: Tensor, all: Tensor) -> Tensor:
+        return x + torch.tanh(all.sum(0) * self.gate) * x
+
+
 class Gates(nn.Module):
-    """Layers that all read one value, or a small part of it."""
+    """Layers that all read the sum of one value over its rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.all = nn.Linear(512, 512, bias=False).requires_grad_(False)
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(24)])
+        self.layers = nn.ModuleList([Gated() for _ in range(24)])
 
-    def forward(self, z: Tensor) -> Tensor:
-        gates, x = self.all(z), z[:4, :4]
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        read = self.all(z)
         for layer in self.layers:
-            x = x + torch.tanh(layer(x) * gates[:4, :4]) * x
+            x = layer(x, read)
         return x.square().mean()
 
 
 @pytest.mark.parametrize("rows", [64, 32768])
 def test_what_all_layers_read_is_summed_once_if_they_are_many(rows: int) -> None:
     with torch.device("meta"):
-        model, z = Gates(), torch.zeros(rows, 512)
-    both(model, {"params": {"all.weight": "-, tp"}}, batch=z)
+        model, batch = Gates(), (torch.zeros(4, 512), torch.zeros(rows, 512))
+    both(model, {"params": {"all.weight": "-, tp"}}, batch=batch)
 
 
 def test_gradients_that_are_one_value() -> None:
