@@ -114,7 +114,7 @@ def test_the_text_of_a_program_folds_and_remains_whole_without() -> None:
     assert len(folded.splitlines()) < len(whole.splitlines()) / 2
     kept = [line for line in folded.splitlines() if not line.startswith("  # ")]
     assert set(kept) <= set(whole.splitlines()), "what is printed is of the program"
-    assert "%h.5.1.linear" in folded, "the layer that differs is printed"
+    assert "%h.5.1.add = shardc.linear_bias" in folded, "the layer that differs is printed"
     assert "  # x 11 layers: h.0, h.1, h.2 and 8 more, all as h.0" in folded.splitlines()
 
 
