@@ -310,11 +310,11 @@ class Gated(nn.Module):
         self.gate = nn.Parameter(torch.ones(512))
 
     def forward(self, x: Tensor, all: Tensor) -> Tensor:
-        return x + torch.tanh(all.sum(0) * self.gate) * x
+        return x + torch.tanh((all * self.gate).sum(0)) * x
 
 
 class Gates(nn.Module):
-    """Layers that all read the sum of one value over its rows."""
+    """Layers that all read sums over the rows of one value."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[2]
 SIZE = {"layers": 4, "batch": 8, "seq": 64, "vocab": 512, "width": 128}
 SCHEDULES = ("1f1b", "zb-h1")
 STEPS = 5  # as in pipeline_nccl_worker.py
-PRECISION: dict[str, tuple[dict[str, Any], float]] = {"float32": ({}, 1e-4), "bf16": ({"precision": "bf16"}, 1e-2)}
+HOST = {"offload": {"activations": "all", "least": "4KiB"}}  # the same, with activations on the host meanwhile
+PRECISION: dict[str, tuple[dict[str, Any], float]] = {
+    "float32": ({}, 1e-4),
+    "bf16": ({"precision": "bf16"}, 1e-2),
+    "host": (HOST, 1e-4),
+}
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -63,6 +68,16 @@ def test_trains_as_the_simulation_does(
         assert one["norms"] == pytest.approx([float(r.grad_norm) for r in results if r.grad_norm is not None], rel=0.05)
         assert one["losses"] == found[0]["losses"]
     assert max(one["bytes"] for one in found) < 0.8 * sum(one["bytes"] for one in found)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_activations_on_the_host_change_no_bit(
+    schedule: str, runs: dict[str, tuple[shardc.Program, list[dict[str, Any]]]]
+) -> None:
+    (program, moved), (_, kept) = runs[f"host-{schedule}"], runs[f"float32-{schedule}"]
+    assert program.memory().host.most > 0
+    for one, other in zip(moved, kept, strict=True):
+        assert (one["losses"], one["norms"]) == (other["losses"], other["norms"])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
