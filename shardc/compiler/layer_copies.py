@@ -52,7 +52,7 @@ def by_few_layers(reference: Graph, bound: Sequence[Bound], options: Options, di
         divided[:] = _of_all_layers(divided, units)
     if (sharded.inputs, sharded.outputs) != (reference.inputs, reference.outputs):
         raise UnequalError("inputs and outputs are others")
-    inspect(Combine(), sharded, sharded, 0.0, options)
+    inspect(Combine(), sharded, sharded, 0.0, replace(options, verify=True))  # copies are always checked
     return sharded
 
 
