@@ -15,7 +15,7 @@ resolve early.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,7 +30,7 @@ from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.attention_keys import SDPA_KEYS
 from shardc.ir.types import Axes, TensorType
-from shardc.ir.units import refuse_several
+from shardc.ir.units import UnequalError, layers_meant
 from shardc.passes.base import Pass, split_of
 from shardc.passes.normalize.decompositions.table import HALF
 from shardc.passes.sharding.atomize import UPDATES
@@ -144,37 +144,42 @@ def _cut(
     for values in _components(eligible, users):
         if all(i not in eligible.get(op, ()) for v in values for op, i in users.get(v, [])):
             continue
-        readers = (op.node for v in values for op, _ in users.get(v, []))
-        refuse_several(graph.units, (info(node).fqn or info(node).name for node in (*values, *readers)))
-        network = _Network()
-        for v in values:
-            uses = users.get(v, [])
-            resolved = [(op, i) for op, i in uses if i not in eligible.get(op, ())]
-            waiting = [op for op, i in uses if i in eligible.get(op, ())]
-            sharded = [op.wants(i, axis) for op, i in resolved]
-            sharded += [True for op in waiting if axis in op.delayed]
-            sharded += [twin_sharded[v]] if v in twin_sharded else []
-            once = bool(sharded) and all(sharded)
-            times = graph.microbatches if v in repeated else 1
-            cost = times * (type_of(v).local_bytes(graph.mesh) * (1 if once else 2) + start)
-            network.add((v, "p"), (v, "r"), FORBIDDEN if v in late else cost)
-            if v in generated:
-                network.add(SOURCE, (v, "p"))
-            else:
-                network.add((v, "p"), SINK, 1)  # ties resolve early
-            if v in outputs or resolved or v in graph.seeds:
-                network.add((v, "r"), SINK)
-            for op in waiting:
-                outs = [w for w in op.outs if w is not None]
-                for w, other in zip(outs, [*outs[1:], *outs[:1]], strict=True):
-                    network.add((v, "r"), (w, "p"))
-                    network.add((w, "p"), (v, "p"))
-                    network.add((w, "p"), (other, "p"))  # a call's results are all pending, or none
-        near = network.near()
-        if not near:
+
+        def near(weight: Callable[[fx.Node], int], values: list[fx.Node] = values) -> set[object]:
+            """What is resolved late, where each value is as dear as so many of it."""
+            network = _Network()
+            for v in values:
+                uses = users.get(v, [])
+                resolved = [(op, i) for op, i in uses if i not in eligible.get(op, ())]
+                waiting = [op for op, i in uses if i in eligible.get(op, ())]
+                sharded = [op.wants(i, axis) for op, i in resolved]
+                sharded += [True for op in waiting if axis in op.delayed]
+                sharded += [twin_sharded[v]] if v in twin_sharded else []
+                once = bool(sharded) and all(sharded)
+                times = weight(v) * (graph.microbatches if v in repeated else 1)
+                cost = times * (type_of(v).local_bytes(graph.mesh) * (1 if once else 2) + start)
+                network.add((v, "p"), (v, "r"), FORBIDDEN if v in late else cost)
+                if v in generated:
+                    network.add(SOURCE, (v, "p"))
+                else:
+                    network.add((v, "p"), SINK, weight(v))  # ties resolve early
+                if v in outputs or resolved or v in graph.seeds:
+                    network.add((v, "r"), SINK)
+                for op in waiting:
+                    outs = [w for w in op.outs if w is not None]
+                    for w, other in zip(outs, [*outs[1:], *outs[:1]], strict=True):
+                        network.add((v, "r"), (w, "p"))
+                        network.add((w, "p"), (v, "p"))
+                        network.add((w, "p"), (other, "p"))  # a call's results are all pending, or none
+            return network.near()
+
+        late_ones = near(lambda _: 1)
+        if graph.units and near(lambda v: layers_meant(graph.units, info(v).fqn or info(v).name)) != late_ones:
+            raise UnequalError(f"{info(values[0]).name} would be summed elsewhere if there were all layers")
+        if not late_ones:
             continue
         for op in {op for v in values for op, i in users.get(v, []) if i in eligible.get(op, ())}:
-            if all((w, "p") in near for w in op.outs if w is not None):
+            if all((w, "p") in late_ones for w in op.outs if w is not None):
                 chosen.append(op)
     return chosen
 
