@@ -6,6 +6,8 @@
                                                       calls of functions, which do not vary as seconds do, of two trees
     python benchmarks/compile_time.py --shape 7b --pairs 5 --against ../before
                                                       seconds of two trees, in turn, and their ratios
+    python benchmarks/compile_time.py --shape 7b --layers 80 --trained
+                                                      with AdamW, `precision: bf16`, `fuse` and `bucket`
     python benchmarks/compile_time.py --shape 7b --shares
                                                       seconds of each pass too; then all layers go through all passes,
                                                       which takes longer
@@ -78,11 +80,18 @@ def _module_that_traces() -> Any:
 
 
 def measure(
-    shape: str, layers: int | None, mesh: str, calls: bool, cached: bool = False, by_pass: bool = False
+    shape: str,
+    layers: int | None,
+    mesh: str,
+    calls: bool,
+    cached: bool = False,
+    by_pass: bool = False,
+    trained: bool = False,
 ) -> dict[str, object]:
     """Compile once, in this process. With `calls`, the calls of functions are counted, which makes it slower. `cached`,
     the program is taken from the cache, if it has it; then what the graphs take is told too, which are read later."""
     import torch
+    import yaml
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     import shardc
@@ -98,6 +107,10 @@ def measure(
         else:
             model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
         tokens = torch.zeros(batch, 2048, dtype=torch.int64)
+    plan = PLANS.get(shape, PLAN)
+    if trained:
+        said = plan if isinstance(plan, dict) else yaml.safe_load(plan.read_text())
+        plan = {**said, "precision": "bf16", "fuse": True, "bucket": True}
     shares: dict[str, Any] = {}
     traced = tracing.trace
 
@@ -117,7 +130,8 @@ def measure(
         model,
         {"input_ids": tokens, "labels": tokens},
         mesh=parsed,
-        plan=PLANS.get(shape, PLAN),
+        plan=plan,
+        optimizer=torch.optim.AdamW(model.parameters()) if trained else None,
         watch=(lambda one, _graph, seconds: shares.__setitem__(one.name, round(seconds, 2))) if by_pass else None,
         **({"cache": True} if cached else {}),
     )
@@ -264,6 +278,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, help="how often, with --against (1) and with --fusing (5)")
     parser.add_argument("--cached", action="store_true", help="time a second start, in a process of its own")
     parser.add_argument("--shares", action="store_true", help="seconds of each pass, over all layers")
+    parser.add_argument("--trained", action="store_true", help="with AdamW, bf16, fuse and bucket")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.fusing and options.one:
@@ -275,7 +290,9 @@ def main() -> int:
         return 0
     if options.one:
         layers = options.layers[0] or None
-        row = measure(options.shape, layers, options.mesh, options.calls, options.cached, options.shares)
+        row = measure(
+            options.shape, layers, options.mesh, options.calls, options.cached, options.shares, options.trained
+        )
         print(json.dumps(row))
         return 0
     if options.cached:
@@ -286,6 +303,7 @@ def main() -> int:
         arguments = ["--one", "--shape", shape, "--layers", str(layers or 0), "--mesh", mesh]
         arguments += ["--calls"] if options.calls else []
         arguments += ["--shares"] if options.shares else []
+        arguments += ["--trained"] if options.trained else []
         if options.against is not None:
             compare(arguments, options.against, options.pairs or 1)
             continue

@@ -96,13 +96,13 @@ def _asked(units: Units, named: Sequence[tuple[str, T]]) -> tuple[T, ...]:
 
 def _of_all_layers(choices: Sequence[C], units: Units) -> list[C]:
     """Choices of the layers of a shortened step, as those of all."""
-    made: list[C] = []
+    of_all: list[C] = []
     of = [(units.within(choice.fqn)[0], choice) for choice in choices]
     first, last = ([choice for unit, choice in of if unit == end] for end in (units.first, units.last))
     if [(units.within(c.fqn)[1], *c[1:]) for c in first] != [(units.within(c.fqn)[1], *c[1:]) for c in last]:
         raise UnequalError("of two layers otherwise alike is chosen differently")
     for _, choice in of:
-        made.append(choice)
+        of_all.append(choice)
         if first and choice is first[-1]:
-            made += [c._replace(fqn=units.renamed(c.fqn, at)) for at in units.removed for c in first]
-    return made
+            of_all += [c._replace(fqn=units.renamed(c.fqn, at)) for at in units.removed for c in first]
+    return of_all

@@ -190,17 +190,12 @@ def test_layers_that_are_not_equal_are_all_looked_at(run: Run) -> None:
     assert program.verify().ok
 
 
-def test_one_layer_that_is_asked_for_otherwise_is_seen() -> None:
-    other = {"params": {"layers.6.up.weight": "-, -", **COLUMNS["params"]}, **ROWS}
-    taken, program = both(Stack(in_turn), other)
-    assert not taken
-    assert program.verify().ok
-
-
-def test_a_frozen_layer_is_seen() -> None:
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "placed"])
+def test_one_layer_that_differs_is_seen(frozen: bool) -> None:
     model = Stack(in_turn)
-    model.layers[6].requires_grad_(False)
-    taken, program = both(model, COLUMNS)
+    model.layers[6].requires_grad_(not frozen)
+    other = COLUMNS if frozen else {"params": {"layers.6.up.weight": "-, -", **COLUMNS["params"]}, **ROWS}
+    taken, program = both(model, other)
     assert not taken
     assert program.verify().ok
 
