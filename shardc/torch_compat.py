@@ -21,6 +21,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType, GeneratorType
@@ -43,6 +44,7 @@ from torch.func import functionalize
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKeyTracer, get_proxy_mode, make_fx
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -1194,6 +1196,15 @@ def flash_attention_backward(
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         g, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *_no_dropout(q), scale=scale
     )
+
+
+@cache
+def flash_attention_on_cpu_takes_groups() -> bool:
+    """Does the CPU's kernel take fewer heads of keys and values than of queries? torch chooses it where it does."""
+    with _disable_current_modes():
+        q, k = (torch.empty(1, heads, 1, 8, device="cpu") for heads in (4, 2))
+        chosen = torch._fused_sdp_choice(q, k, k, None, 0.0, False, scale=None, enable_gqa=True)  # pyright: ignore[reportPrivateUsage]
+    return chosen == SDPBackend.FLASH_ATTENTION.value
 
 
 def flash_attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kernels_triton.base.library import kernel_for
+from shardc import torch_compat
 from shardc.ir.ops import cpu_attention
 from shardc.ir.ops.attention import REFERENCE, SDPA, SDPA_BWD, reference, reference_backward
 from shardc.ir.ops.attention_keys import SDPA_PART
@@ -62,6 +66,46 @@ def test_the_kernel_is_the_definition(
     )
     for value, fake in zip((*made, *gradients), fakes, strict=True):
         assert (value.shape, value.stride(), value.dtype) == (fake.shape, fake.stride(), fake.dtype), "as graphs say"
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        self.seen |= {tuple(t.shape) for t in tree_leaves(outputs) if isinstance(t, Tensor)}
+        return outputs
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_keys_and_values_of_groups(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads them as they are, where it can; else they are repeated. Both ways give the same."""
+    g, q, k, v = operands(2, 13, 21, "heads last")
+    g2, q2, k2, v2 = (t.double() for t in (g, q, k, v))
+    o, lse = reference(q2, k2, v2, None, True, SCALE, True)
+    expected = reference_backward(g2, q2, k2, v2, None, o, lse, True, SCALE, True, False)
+    if native and not torch_compat.flash_attention_on_cpu_takes_groups():
+        pytest.skip("this torch's kernel takes none")
+    monkeypatch.setattr(torch_compat, "flash_attention_on_cpu_takes_groups", lambda: native)
+    with Shapes() as shapes:
+        made = cpu_attention.FLASH.forward(q, k, v, None, True, SCALE, True)
+        gradients = cpu_attention.FLASH.backward(g, q, k, v, None, *made, True, SCALE, True, False)
+    for value, right in zip((*made, *gradients), (o, lse, *expected), strict=True):
+        torch.testing.assert_close(value.double(), right, rtol=1e-5, atol=1e-5)
+    assert ((2, 4, 21, 8) in shapes.seen) is not native, "keys of all heads"
+
+
+def test_the_kernel_is_said_to_take_groups_where_torch_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = torch_compat.flash_attention_on_cpu_takes_groups
+    for chosen, takes in ((SDPBackend.FLASH_ATTENTION, True), (SDPBackend.MATH, False)):
+        known.cache_clear()
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, chosen=chosen, **__: chosen.value)
+        assert known() is takes
+    known.cache_clear()
 
 
 def test_what_the_kernel_does_not_take_is_left_to_the_definition() -> None:

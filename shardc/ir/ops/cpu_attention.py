@@ -2,7 +2,8 @@
 
 It takes four dims, heads of one size, no mask, and causal rows aligned top left; whatever else there is, and float64,
 in which programs are compared, is left to the reference. Both give the same `o` and `lse`, so that backward chooses for
-itself.
+itself. Where heads of queries share keys and values, it reads these as they are, and sums their gradients itself; in
+versions of torch whose kernel does not, they are repeated.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _promised(t: Tensor, like: Tensor) -> Tensor:
 
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     times = q.shape[1] // k.shape[1]
-    if times > 1:
+    if times > 1 and not torch_compat.flash_attention_on_cpu_takes_groups():
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     return _rows(q), _rows(k), _rows(v)
 
