@@ -20,6 +20,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -250,6 +251,11 @@ def is_mutable(op: OpOverload) -> bool:
 def mutates(node: fx.Node) -> bool:
     """Does a call write to one of its arguments?"""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def changes_shapes(node: fx.Node) -> bool:
+    """Does a call give one of its arguments another shape, as `unsqueeze_` does?"""
+    return isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
@@ -833,6 +839,120 @@ _GEOMETRY: frozenset[Any] = frozenset(  # what torch itself asks of each tensor,
 )
 
 
+# Functions that return no tensor, and say of one no more than its geometry, dtype and device; and one that changes what
+# `surroundings` tells.
+DESCRIBING: frozenset[Any] = _GEOMETRY.union(
+    [getattr(_T, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_nested", "is_mkldnn")]
+    + [_T.itemsize.__get__, _T.nbytes.__get__, _T.size, _T.ndimension, _T.nelement, _T.element_size, _T.__len__]
+    + [_T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.get_device]
+    + [torch.is_floating_point, torch.is_complex, torch.numel]
+    + [torch._C._set_grad_enabled]
+)
+
+
+def surroundings() -> tuple[object, ...] | None:
+    """What a call of torch depends on beside its arguments. None where autograd's saved tensors are packed, as within
+    `torch.utils.checkpoint`."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    kinds = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+    )
+
+
+@contextmanager
+def settings_kept() -> Generator[None]:
+    """An error leaves torch's settings as they were: forward may have been about to set them back."""
+    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    kinds = ("cpu", "cuda")
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    try:
+        yield
+    except BaseException:
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        for kind, enabled, of_kind in autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, of_kind)
+        raise
+
+
+def modes() -> int:
+    """How many modes and transforms (`TorchDispatchMode`, `vmap`) see what a call of torch dispatches."""
+    transforms = torch._C._functorch.get_interpreter_stack() or []  # pyright: ignore[reportAttributeAccessIssue]
+    return torch._C._len_torch_dispatch_stack() + len(transforms)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """All that is known of a tensor of a recording but what computed it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, t: Tensor) -> Geometry | None:
+        """None for a tensor that is more than that, or of no recording."""
+        with torch._C.DisableTorchFunction():
+            plain = (
+                type(t) is FakeTensor
+                and t.constant is None
+                and t.real_tensor is None
+                and t.layout is torch.strided
+                and not (t.is_complex() or t.is_neg() or t._is_zerotensor() or t.is_inference())
+            )
+            if not plain:
+                return None
+            fake: Any = t
+            return cls(tuple(t.shape), t.stride(), fake.storage_offset(), t.dtype, fake.fake_device, t.requires_grad)
+
+
+class Imitations:
+    """Tensors that look like those of a recording, and that it knows nothing of."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[Geometry, tuple[Tensor, dict[str, Any]]] = {}
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def make(self, of: Geometry) -> Tensor:
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            if of not in self._known:
+                last = sum((size - 1) * step for size, step in zip(of.shape, of.stride, strict=True))
+                memory = torch.empty(of.offset + max(last + 1, 0), dtype=of.dtype, device="meta")
+                elem = memory.as_strided(of.shape, of.stride, of.offset)
+                twin = FakeTensor(self._mode, elem, of.device)
+                self._known[of] = elem, dict(twin.__dict__)
+            elem, attributes = self._known[of]
+            make: Any = Tensor._make_subclass  # type: ignore[attr-defined]
+            t: Any = make(FakeTensor, elem, of.requires_grad, dispatch_device=True, device_for_backend_keys=of.device)
+            t.__dict__.update(attributes, imitation=True)
+        self._made.append(weakref.ref(t))
+        return t
+
+    def held(self) -> bool:
+        """Does anybody still hold one?"""
+        if any(made() is not None for made in self._made):
+            gc.collect(0)
+        return any(made() is not None for made in self._made)
+
+
+def is_imitation(t: Tensor) -> bool:
+    return type(t) is FakeTensor and "imitation" in t.__dict__
+
+
 class Answers(Protocol):
     """`answer` gives what a function that wants a tensor's values returns, or its own token `refused`; `instead` what
     is computed in place of a call, or `refused` where it is to run."""
@@ -860,7 +980,7 @@ def substituting(
 
     def replaced(value: Any) -> Any:
         if isinstance(value, Tensor):
-            new = None if isinstance(value, FakeTensor) else stand_in(value)
+            new = stand_in(value)
             return value if new is None else new
         if type(value) in (list, tuple) and value:
             return type(value)(replaced(item) for item in value)

@@ -28,7 +28,7 @@ from torch import fx
 
 from shardc.cost.call_seconds import COMPUTE, KINDS, CallCost, Kind
 from shardc.ir.account import with_additions
-from shardc.ir.call_slots import slotted_calls
+from shardc.ir.call_slots import SlottedCalls, slotted_calls
 from shardc.ir.graph import Graph, Phase, info, operands, type_of
 from shardc.ir.hardware import DELAY, Hardware
 from shardc.ir.overlap_schedule import Action, schedule_of
@@ -87,9 +87,9 @@ class Steps:
     added: Mapping[fx.Node, float]  # call -> bytes of one of the terms of sums that it makes, the mean of them
 
 
-def steps_of(graph: Graph) -> Steps:
-    """The actions of a rank that runs a localized graph."""
-    listed = slotted_calls(graph)
+def steps_of(graph: Graph, listed: SlottedCalls | None = None) -> Steps:
+    """The actions of a rank that runs a localized graph, whose calls are `listed`, if they are known."""
+    listed = slotted_calls(graph) if listed is None else listed
     actions, terms = with_additions(graph, listed, schedule_of(listed))
     added: dict[fx.Node, float] = {}
     for call in listed.calls:
@@ -122,9 +122,11 @@ def run(
     return streams.ended()
 
 
-def device_seconds(graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware) -> float:
+def device_seconds(
+    graph: Graph, costs: Mapping[fx.Node, CallCost], hardware: Hardware, listed: SlottedCalls | None = None
+) -> float:
     """What a run takes whose host has issued everything before it is needed: what an order of calls is judged by."""
-    return run(graph, without_issuing(costs), issued_before(hardware)).seconds
+    return run(graph, without_issuing(costs), issued_before(hardware), steps=steps_of(graph, listed)).seconds
 
 
 def issued_before(hardware: Hardware) -> Hardware:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.frontend.trace import Traced
+from shardc.frontend.traced import Traced
 from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, Port, ValueInfo, info, op_name, set_info, type_of, update
 from shardc.ir.mesh import Mesh
@@ -24,6 +24,9 @@ from shardc.ir.types import TensorType
 
 def ingest(traced: Traced, mesh: Mesh) -> Graph:
     """Wrap a traced joint graph. Types are unplaced: one atom a dim."""
+    if traced.whole is not None:
+        traced.whole.mesh = mesh
+        return traced.whole
     graph = Graph(traced.graph, mesh, [], [])
     by_node = {i.node: i for i in traced.inputs}
     inputs: list[Port] = []

@@ -154,10 +154,21 @@ class RandomOps:
             torch.default_generator.manual_seed(_FIRST_NUMBER)
             yield
 
+    @property
+    def number(self) -> int:
+        """What the next draw is called."""
+        return torch.default_generator.initial_seed() - _FIRST_NUMBER
+
+    def skip(self, draws: int) -> None:
+        """Count some that are not recorded."""
+        after = self.number + draws
+        self.count = max(self.count, after)
+        torch.default_generator.manual_seed(_FIRST_NUMBER + after)
+
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """Float32 uniforms in [0, 1), one node; its op number is the next."""
         assert self.seed is not None, "random ops are traced under a seed"
-        op_id = torch.default_generator.initial_seed() - _FIRST_NUMBER
+        op_id = self.number
         if not 0 <= op_id <= self.count:
             _refused_seed()
         self.count = max(self.count, op_id + 1)

@@ -13,7 +13,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -86,6 +86,7 @@ class Origins:
     of: dict[fx.Node, Origin] = field(default_factory=dict[fx.Node, Origin])
     module_outputs: list[tuple[str, fx.Node]] = field(default_factory=list[tuple[str, fx.Node]])
     phase: Literal["fwd", "bwd"] = "fwd"
+    on_return: Callable[[str, Tensor], None] | None = None  # is told what modules return: the first tensor of it
     _stack: list[tuple[nn.Module, str]] = field(default_factory=list[tuple[nn.Module, str]])
     _first: dict[int, Origin] = field(default_factory=dict[int, Origin])  # of the forward, by sequence number
     _last: Origin = Origin()
@@ -136,6 +137,8 @@ class Origins:
                 self._stack.pop()
             if self.phase == "fwd" and module in self.names:
                 tensor = first_tensor(output)
+                if tensor is not None and self.on_return is not None:
+                    self.on_return(self.names[module], tensor)
                 node = None if tensor is None else torch_compat.node_of(tensor)
                 if node is not None:
                     self.module_outputs.append((self.names[module], node))

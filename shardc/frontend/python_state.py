@@ -24,7 +24,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardc.frontend.function_caches import Cache, forget
-from shardc.frontend.state_holders import ABSENT, CONTAINERS, Holder, Variables, held_by_class, holders_of, inside
+from shardc.frontend.state_holders import (
+    ABSENT,
+    CONTAINERS,
+    Context,
+    Holder,
+    Position,
+    Variables,
+    held_by_class,
+    holders_of,
+    inside,
+)
 from shardc.ir.diagnostic import error
 from shardc.ir.gc_pause import all_objects_seen
 
@@ -139,6 +149,14 @@ class Snapshot:
     def restore(self) -> None:
         for recorded in self._held:
             recorded.holder.restore(recorded.items)
+
+    def restores_all(self) -> bool:
+        """Can everything be put back? Not the position of an iterator, nor that a context variable has no value."""
+        return not any(
+            (isinstance(held.holder, Position) and not held.holder.of_library())
+            or (isinstance(held.holder, Context) and not held.items)
+            for held in self._held
+        )
 
 
 def reachable(root: object, place: Place | None = None) -> Iterator[tuple[Place, Any]]:

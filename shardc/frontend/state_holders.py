@@ -214,6 +214,11 @@ class Position:
             return {"position": "ended" if frame is None else f"{frame.f_lasti} {frame.f_locals!r}"}
         return {"position": repr(self._value.__reduce__())}
 
+    def of_library(self) -> bool:
+        """Is it a generator of torch's or of another library's, as a context manager that decorates has one?"""
+        frame = self._value.gi_frame if isinstance(self._value, GeneratorType) else None
+        return frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES
+
     def restore(self, items: Mapping[object, Any]) -> None:
         pass
 

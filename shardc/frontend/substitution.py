@@ -50,12 +50,15 @@ class StandIns:
         traced: Mapping[str, Tensor],
         own_params: Mapping[str, Tensor],
         values: torch_compat.Answers,
+        recorded: Callable[[Tensor], Tensor | None],
     ) -> None:
         """`traced` gives the stand-ins by the first name of each parameter and buffer; `own_params` tells by what name
-        a parameter goes, also where forward has moved its module since; `values` what Python may know of tensors."""
+        a parameter goes, also where forward has moved its module since; `values` what Python may know of tensors;
+        `recorded` what stands in the recording for an imitation."""
         names = first_names(model) | {id(p): name for name, p in own_params.items()}
         self.model = model
         self.values = values
+        self._recorded = recorded
         self.value_reads: list[Exception] = []  # of reads of a tensor's values, caught or not
         self._by_id: dict[int, _Base] = {}
         self._extents: list[tuple[Extent, _Base]] = []
@@ -140,6 +143,8 @@ class StandIns:
 
     def find(self, tensor: Tensor) -> Tensor | None:
         """The traced tensor for one of the model's, or the same view of it; None for any other tensor."""
+        if torch_compat.is_fake(tensor):
+            return self._recorded(tensor) if torch_compat.is_imitation(tensor) else None
         base = self._by_id.get(id(tensor))
         if isinstance(tensor, SelectedRows):
             return None

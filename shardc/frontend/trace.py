@@ -16,7 +16,7 @@ again with other decisions, is one sequence of calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
@@ -32,6 +32,7 @@ from shardc.frontend.chunk_states import CarriedChunks, written_in
 from shardc.frontend.cleanup import clean, constants_as_inputs
 from shardc.frontend.expert_notes import computed_for_all, refuse_other
 from shardc.frontend.experts_form import grouped
+from shardc.frontend.few_layers import Unrecorded, long_lists
 from shardc.frontend.function_caches import forget, nodes_remembered
 from shardc.frontend.layer_drop import LayerDrop, patterns
 from shardc.frontend.library_experts import library_experts
@@ -52,10 +53,12 @@ from shardc.frontend.spec_augment import drawn_in_each_step
 from shardc.frontend.substitution import StandIns, refuse_arrays, refuse_frozen, refuse_shared_memory, written_inputs
 from shardc.frontend.traced import Traced, TracedInput, TracedOutput
 from shardc.frontend.traced_graph import calls_of, copied, rewrite_meta
+from shardc.frontend.unrecorded_layers import UnrecordedLayers
 from shardc.frontend.unsupported import admit_foreign, is_loss, refuse_no_scalar, refuse_unfit, untrained
-from shardc.ir.diagnostic import ShardcError, error
+from shardc.ir.diagnostic import Diagnostic, ShardcError, error
 from shardc.ir.microbatch import SCALE, SHARE
 from shardc.ir.program import CONSTANT
+from shardc.ir.units import UnequalError
 
 aten = torch.ops.aten
 NOTHING = "return what is to be seen: a tensor, or a tuple, a dict or a dataclass of tensors"
@@ -82,10 +85,33 @@ def trace(
     `no_grad`: there are no gradients, and a loss only where there is one. `with_outputs` keeps the tensors that the
     model returns, or their scalars.
     """
+    arguments = (model, batch, loss, with_outputs, microbatches, weighted, precision, forward_only)
+    if lists := long_lists(model):
+        unrecorded = Unrecorded(lists)
+        try:
+            with torch_compat.settings_kept():
+                return _traced(*arguments, unrecorded)
+        except Exception:  # also errors of the model's own, which are told as they are where all layers are recorded
+            unrecorded.layers = None  # the tensors of this trace
+    return _traced(*arguments, Unrecorded({}))
+
+
+def _traced(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any, Any], Tensor] | None,
+    with_outputs: bool | Literal["scalars"],
+    microbatches: int,
+    weighted: bool,
+    precision: Precision | None,
+    forward_only: bool,
+    unrecorded: Unrecorded,
+) -> Traced:
+    """The same, where some layers need not be recorded. Raises UnequalError where they have to be."""
     call = Call(model, batch, loss)
     refuse_unfit(model, dict(zip(call.names, call.tensors, strict=True)))
     generators = Generators(model)
-    step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision, forward_only)
+    step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision, forward_only, unrecorded)
     try:
         gm, inputs, origins = step.record()
         admit_foreign(origins)
@@ -94,6 +120,7 @@ def trace(
         notes = [*assumed(gm.graph, lambda node: origins.of.get(node, Origin())), *step.loops.values()]
         notes += computed_for_all(step.values.loops, lambda node: origins.of.get(node, Origin()))
         diagnostics = notes + kept_in_caches(model, gm, step.remembered, step.constant())
+        step.refuse_single(diagnostics)
         diagnostics += carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
         _try_decisions(step, gm)
         _try_without_rows(step, gm, origins)
@@ -160,7 +187,9 @@ class _Step:
         weighted: bool,
         precision: Precision | None,
         forward_only: bool,
+        unrecorded: Unrecorded,
     ) -> None:
+        self.unrecorded = unrecorded
         self.model, self.call, self.loss, self.with_outputs = (model, call, loss, with_outputs)
         self.microbatches, self.weighted, self.forward_only = microbatches, weighted, forward_only
         self.precision = precision
@@ -184,6 +213,8 @@ class _Step:
         self.left: dict[int, fx.Node] = {}  # what computed the tensors that forward left on the model, by their id
         if not self.trainable and not forward_only:
             raise untrained(self.params)
+        if self.hooks.functions or not self.before.restores_all():  # a second trace would go on where this one ends
+            self.unrecorded.lists = {}
         self.hooks.refuse_microbatches(microbatches)
         self.hooks.refuse_groups()
         refuse_shared_memory(model, dict(zip(call.names, call.tensors, strict=True)))
@@ -242,7 +273,7 @@ class _Step:
             if self.casts is not None:
                 stack.enter_context(self.casts.keeping())
             try:
-                gm = torch_compat.record(joint, inputs, self.mode, decompositions, origins.on_node)
+                gm = torch_compat.record(joint, inputs, self.mode, decompositions, self.on_node(origins))
             except KeyboardInterrupt:
                 raise
             except ShardcError as refusal:
@@ -255,6 +286,24 @@ class _Step:
             finally:
                 self.recorded.end()
         return gm, inputs, origins
+
+    def on_node(self, origins: Origins) -> Callable[[fx.Node], None]:
+        """What is to be done with each node as it is made."""
+        if not self.unrecorded.lists:
+            return origins.on_node
+
+        def on_node(node: fx.Node) -> None:
+            self.unrecorded.on_node(node)
+            origins.on_node(node)
+
+        return on_node
+
+    def refuse_single(self, told: Sequence[Diagnostic]) -> None:
+        """Raise UnequalError where something is told of single layers, or changed in them, and some are left out."""
+        if self.unrecorded.units and (
+            told or self.before.changes() or self.written or self.layers.asked or self.values.loops.asked
+        ):
+            raise UnequalError("what single layers do is told of, or lasts")
 
     def joint(self, tensors: tuple[Tensor, ...], origins: Origins) -> list[Tensor]:
         count = len(self.params), len(self.params) + len(self.buffers)
@@ -277,7 +326,13 @@ class _Step:
         samples = list(zip(inputs.values(), self.call.tensors, strict=True))
         self.values = SampleValues(samples, self.layers, own, without_rows=self.without_rows)
         nodes = {name: torch_compat.node_of(t) for name, t in buffers.items()}  # before a step writes to them
-        stand_ins = StandIns(self.model, used | buffers, self.params, self.values)
+        answers: torch_compat.Answers = self.values
+        if self.unrecorded.lists:
+            named = (params, used, buffers)
+            self.unrecorded.layers = answers = UnrecordedLayers(
+                self.values, self.model, self.unrecorded, origins, self.random, self.mode, named
+            )
+        stand_ins = StandIns(self.model, used | buffers, self.params, answers, self.unrecorded.recorded)
         with stand_ins.active(), self.layers.watching():  # until backward has run: checkpointing runs forward again
             args, kwargs = self.call.arguments(fed)
             output = self.model(*args, **kwargs)
@@ -285,13 +340,15 @@ class _Step:
             self.layers.finish()
             returned = self._outputs(output, scalar := self._scalar(output, batch))
             loss = self._term(scalar, tensors)
+            self.unrecorded.finish()
             stand_ins.refuse_changed()
             grads: dict[str, Tensor | None] = {}
             if loss is not None and not self.forward_only:
                 root = loss * tensors[-2 - self.weighted] if self.scaled else loss
                 origins.phase = "bwd"
                 torch_compat.on_backward(root.grad_fn, origins.before_backward, origins.after_backward)
-                grads = gradients(root, {name: params[name] for name in self.trainable}, self.hooks)
+                trained = [name for name in self.trainable if not self.unrecorded.leaves_out(name)]
+                grads = gradients(root, {name: params[name] for name in trained}, self.hooks)
                 stand_ins.refuse_changed()
             changed_buffers = buffers_after(self.model, buffers, used, stand_ins.places)
             changing = (n for n, t in buffers.items() if changed_buffers[n] is not t or torch_compat.was_written(t))
@@ -425,13 +482,15 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
     if step.forward_only and not outputs:
         raise error("SC127", "the model returns no tensor, so there is nothing to evaluate", hint=NOTHING)
     output.args = (tuple(r.node for r in outputs),)
+    inputs, every_input = step.unrecorded.recorded_inputs(inputs)
     place_casts(graph, {i.node for i in inputs if i.role == "param"}, [o.node for o in outputs if o.role == "grad"])
     rewrite_meta(graph, inputs, origins)
     refuse_mixed(graph, step.casts is not None)
     graph.lint()
 
     modules = calls_of(graph, origins, replaced)
-    return Traced(graph, tuple(inputs), outputs, modules, constants, step.unused, written=step.written)
+    traced = Traced(graph, tuple(inputs), outputs, modules, constants, step.unused, written=step.written)
+    return step.unrecorded.of_all_layers(traced, every_input, step.trainable)
 
 
 def _named_inputs(step: _Step, placeholders: list[fx.Node]) -> list[TracedInput]:

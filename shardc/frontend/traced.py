@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor, fx
 
 from shardc.ir.diagnostic import Diagnostic
+from shardc.ir.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class TracedOutput:
 class Traced:
     """A joint graph: `inputs` pairs with its placeholders in order, `outputs` with its output node's tuple.
 
+    Unless it is `whole`: then several inputs may have one node, of a layer that is like theirs, and so may outputs.
+
     The meta of each node holds `val` (fakes), `fqn`, `source`, `source_text`, `phase`, `fwd_node`, and nothing else.
     """
 
@@ -46,6 +49,7 @@ class Traced:
     diagnostics: tuple[Diagnostic, ...] = ()
     written: tuple[str, ...] = ()  # inputs that forward changes in place
     changed_attributes: frozenset[str] = frozenset()  # of the model, by forward itself
+    whole: Graph | None = None  # of a trace that has few of its equal layers as nodes: the graph of all
 
     def copy(self) -> Traced:
         """The same with a graph of its own: to compile one consumes it."""
@@ -55,4 +59,5 @@ class Traced:
         inputs = tuple(replace(i, node=table[i.node]) for i in self.inputs)
         outputs = tuple(replace(o, node=table[o.node]) for o in self.outputs)
         modules = {name: table[node] for name, node in self.modules.items()}
-        return replace(self, graph=graph, inputs=inputs, outputs=outputs, modules=modules)
+        whole = None if self.whole is None else self.whole.copy()
+        return replace(self, graph=graph, inputs=inputs, outputs=outputs, modules=modules, whole=whole)

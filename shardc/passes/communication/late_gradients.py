@@ -36,7 +36,7 @@ from shardc.cost.call_seconds import NOTHING, CallCost, call_costs
 from shardc.cost.flops import COUNTS
 from shardc.cost.memory import memory
 from shardc.cost.streams import device_seconds
-from shardc.ir.call_slots import slotted_calls
+from shardc.ir.call_slots import SlottedCalls, slotted_calls
 from shardc.ir.collectives import collective
 from shardc.ir.graph import Graph, info, op_name, operands, producer
 from shardc.ir.hardware import DEFAULT, Hardware
@@ -71,11 +71,12 @@ class LateGradients(Pass):
         if not movable.products or not movable.awaited:
             return graph
         if self.by_time:
-            known = layouts(graph)
+            known, listed = layouts(graph), slotted_calls(graph)
             costs = call_costs(graph, self.hardware, known=known)
-            room = _room(graph, order, self.growth, known.storages)
+            room = _room(graph, order, self.growth, known.storages, listed)
             read = _read_alone(graph, order, movable, known.storages)
         else:
+            listed = None
             costs = {node: _counted(graph, node) for node in order}
             room, read = [math.inf] * len(order), dict.fromkeys(movable.products, ())
         assigned = _Assignment(order, movable, costs, room, read)
@@ -88,8 +89,8 @@ class LateGradients(Pass):
         if not self.by_time:
             return later
         moved_costs = {same[node]: cost for node, cost in costs.items()}
-        before, after = (device_seconds(g, c, self.hardware) for g, c in ((graph, costs), (later, moved_costs)))
-        return later if after < before else graph
+        before = device_seconds(graph, costs, self.hardware, listed)
+        return later if device_seconds(later, moved_costs, self.hardware) < before else graph
 
 
 def _counted(graph: Graph, node: fx.Node) -> CallCost:
@@ -108,23 +109,29 @@ def _casts_late(graph: Graph) -> Graph:
             casts.add(node)
     if all(node.target is operator.getitem for node in casts):
         return graph
+    nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
+    placed: list[fx.Node] = []
+
+    def place(node: fx.Node) -> None:
+        """Behind all that is placed, and what is held of what it reads before it."""
+        for source in node.all_input_nodes:
+            if source in casts:
+                place(source)
+        casts.discard(node)
+        placed.append(node)
+
+    for node in nodes:
+        if node not in casts:
+            place(node)
+    for node in nodes:
+        if node in casts:
+            place(node)
+    if placed == nodes:
+        return graph
     graph, same = _copied(graph)
-    held = {same[node] for node in casts}
-    for node in [node for node in graph.fx.nodes if node.op == "call_function"]:
-        if node not in held:
-            _place(node, held, graph)
-    for node in [node for node in graph.fx.nodes if node in held]:
-        _place(node, held, graph)
+    for node in placed:
+        graph.output_node.prepend(same[node])
     return graph
-
-
-def _place(node: fx.Node, held: set[fx.Node], graph: Graph) -> None:
-    """Behind all that is placed, and what is held of what it reads before it."""
-    for source in node.all_input_nodes:
-        if source in held:
-            _place(source, held, graph)
-    held.discard(node)
-    graph.output_node.prepend(node)
 
 
 def _copied(graph: Graph) -> tuple[Graph, dict[fx.Node, fx.Node]]:
@@ -264,11 +271,13 @@ class _Assignment:
         return True
 
 
-def _room(graph: Graph, order: Sequence[fx.Node], growth: float, storage_of: dict[fx.Node, Storage]) -> list[float]:
+def _room(
+    graph: Graph, order: Sequence[fx.Node], growth: float, storage_of: dict[fx.Node, Storage], listed: SlottedCalls
+) -> list[float]:
     """How many bytes more than it does a body may hold at each place of the order."""
     report = memory(graph, listed=False, storage_of=storage_of)
     allowed = (1 + growth) * report.peak - report.stored
-    held = {call.node: report.timeline[index] for index, call in enumerate(slotted_calls(graph).calls)}
+    held = {call.node: report.timeline[index] for index, call in enumerate(listed.calls)}
     room, last = list[float](), 0
     for node in order:
         last = held.get(node, last)
