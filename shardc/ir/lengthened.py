@@ -137,7 +137,8 @@ class _Lengthening:
         if kind is str:
             return x if x == y else self._text(x, at)
         if isinstance(x, tuple | list):
-            return tuple([self._between(a, b, at) for a, b in zip(x, y, strict=True)])
+            items = [self._between(a, b, at) for a, b in zip(x, y, strict=True)]
+            return tuple(items) if isinstance(x, tuple) else type(x)(items)
         if isinstance(x, dict):
             return {key: self._between(a, y[key], at) for key, a in x.items()}
         if kind in READ and x != y:
