@@ -84,34 +84,32 @@ def trace(
     microbatch's share. Without `precision` every tensor has the dtype that the model gives it. `forward_only`, as under
     `no_grad`: there are no gradients, and a loss only where there is one. `with_outputs` keeps the tensors that the
     model returns, or their scalars.
+
+    Of many equal layers few are recorded (`unrecorded_layers`). Where that fails, forward runs once more, to record
+    all: what it changes then that no `Snapshot` sees (of other modules than the model's, say) is changed twice.
     """
-    arguments = (model, batch, loss, with_outputs, microbatches, weighted, precision, forward_only)
+
+    def traced(unrecorded: Unrecorded) -> Traced:
+        call = Call(model, batch, loss)
+        refuse_unfit(model, dict(zip(call.names, call.tensors, strict=True)))
+        return _traced(
+            _Step(model, call, loss, with_outputs, microbatches, weighted, precision, forward_only, unrecorded)
+        )
+
     if lists := long_lists(model):
         unrecorded = Unrecorded(lists)
         try:
             with torch_compat.settings_kept():
-                return _traced(*arguments, unrecorded)
+                return traced(unrecorded)
         except Exception:  # also errors of the model's own, which are told as they are where all layers are recorded
             unrecorded.layers = None  # the tensors of this trace
-    return _traced(*arguments, Unrecorded({}))
+    return traced(Unrecorded({}))
 
 
-def _traced(
-    model: nn.Module,
-    batch: Any,
-    loss: Callable[[Any, Any], Tensor] | None,
-    with_outputs: bool | Literal["scalars"],
-    microbatches: int,
-    weighted: bool,
-    precision: Precision | None,
-    forward_only: bool,
-    unrecorded: Unrecorded,
-) -> Traced:
-    """The same, where some layers need not be recorded. Raises UnequalError where they have to be."""
-    call = Call(model, batch, loss)
-    refuse_unfit(model, dict(zip(call.names, call.tensors, strict=True)))
+def _traced(step: _Step) -> Traced:
+    """The graph of a step. Raises UnequalError where layers that are left out have to be recorded."""
+    model, call = step.model, step.call
     generators = Generators(model)
-    step = _Step(model, call, loss, with_outputs, microbatches, weighted, precision, forward_only, unrecorded)
     try:
         gm, inputs, origins = step.record()
         admit_foreign(origins)
@@ -124,7 +122,7 @@ def _traced(
         diagnostics += carried(model, step.before, gm, origins, step.left, lambda: copy(step).record()[0])
         _try_decisions(step, gm)
         _try_without_rows(step, gm, origins)
-        diagnostics += [] if forward_only else step.layers.notes()
+        diagnostics += [] if step.forward_only else step.layers.notes()
     except BaseException:
         forget(step.recorded.tensors())
         raise
