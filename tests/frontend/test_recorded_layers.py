@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -58,6 +59,40 @@ def on_itself(block: Block, x: Tensor) -> Tensor:
 def in_place(block: Block, x: Tensor) -> Tensor:
     x += block.down(torch.relu(block.up(x.clone())))
     return x
+
+
+def reshaped_in_place(block: Block, x: Tensor) -> Tensor:
+    y = mlp(block, x).clone()
+    y.unsqueeze_(0)
+    return y.squeeze(0)
+
+
+def unseen(block: Block, x: Tensor) -> Tensor:
+    if block.index == 9:
+        with torch._C.DisableTorchFunction():
+            _ = x * 2  # which nothing reads
+    return mlp(block, x)
+
+
+class Into(nn.Module):
+    """Returns nothing."""
+
+    def forward(self, x: Tensor, doubled: list[Tensor]) -> None:
+        doubled.append(x * 2)
+
+
+def in_another_module(block: Block, x: Tensor) -> Tensor:
+    doubled: list[Tensor] = []
+    module = block.other if block.index == 9 else block.one
+    module(x, doubled)
+    return mlp(block, doubled[0])
+
+
+def with_two_modules() -> Stack:
+    model = Stack(in_another_module)
+    for block in model.layers:
+        block.one, block.other = Into(), Into()
+    return model
 
 
 class Doubled(torch.autograd.Function):
@@ -143,6 +178,10 @@ def one_left_out(model: Stack, x: Tensor) -> Tensor:
     return x
 
 
+def into_the_one_before(model: Stack, x: Tensor) -> Tensor:
+    return in_turn(model, x * 1)
+
+
 def twice(model: Stack, x: Tensor) -> Tensor:
     return in_turn(model, in_turn(model, x))
 
@@ -183,10 +222,13 @@ def caught(model: Stack, x: Tensor) -> Tensor:
 SINGLE: dict[str, nn.Module] = {
     **{f.__name__: Stack(f) for f in (indexed, counting, on_itself, in_place, with_function, recomputed, constant)},
     **{f.__name__: Stack(f) for f in (minus_zero, unrecorded_gradient, narrowed, on_another_line, detached, reshaped)},
+    **{f.__name__: Stack(f) for f in (reshaped_in_place, unseen)},
     **{f.__name__: Stack(run=f) for f in (all_states, left_early, with_the_first, one_left_out, twice)},
     **{f.__name__: Stack(run=f) for f in (reversed_order, regularized, between, three_back)},
     "losses_kept": Stack(remembering, losses_kept),
-    "caught": Stack(indexed, caught),
+    "caught": Stack(minus_zero, caught),
+    "writes to what the layer before returned": Stack(in_place, into_the_one_before),
+    "another module": with_two_modules(),
     "the ninth only": Stack(at_the_ninth(lambda block, x: block.down(block.up(x)))),
     "the ninth swaps": Stack(at_the_ninth(lambda block, x: x + block.down(torch.relu(block.up(x) * 1.0)))),
 }
@@ -273,6 +315,13 @@ def failing() -> Iterator[tuple[str, Do]]:
     def raises(block: Block, x: Tensor) -> Tensor:
         raise ValueError("no ninth layer")
 
+    def keeps(block: Block, x: Tensor) -> Tensor:
+        y = torch.relu(block.up(block.norm(x)))
+        if block.index == 9:
+            colorsys.kept = y  # type: ignore[attr-defined]
+        return x + block.down(y)
+
+    yield "keeps a tensor", keeps
     yield "raises", at_the_ninth(raises)
     yield "reads values", at_the_ninth(lambda block, x: x * float(x.sum()))
     yield "reads numpy", at_the_ninth(lambda block, x: x + torch.from_numpy(x.detach().numpy()))
@@ -285,8 +334,9 @@ def test_errors_are_those_of_all_layers(name: str, do: Do) -> None:
         with patch.object(tracing, "long_lists", lists), pytest.raises(ShardcError) as caught_error:
             trace(Stack(do), X)
         told.append([(d.code, d.message, d.location, d.fqn) for d in caught_error.value.diagnostics])
+    vars(colorsys).pop("kept", None)
     assert told[0] == told[1]
-    assert told[0][0][3] == "layers.9"
+    assert told[0][0][3] == (None if name == "keeps a tensor" else "layers.9")
 
 
 def test_hooks_on_what_layers_return() -> None:
