@@ -846,7 +846,7 @@ DESCRIBING: frozenset[Any] = _GEOMETRY.union(
     + [_T.itemsize.__get__, _T.nbytes.__get__, _T.size, _T.ndimension, _T.nelement, _T.element_size, _T.__len__]
     + [_T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.get_device]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
-    + [torch._C._set_grad_enabled]
+    + [torch._C._set_grad_enabled, torch.device]  # before 2.12 torch tells modes of the second
 )
 
 
