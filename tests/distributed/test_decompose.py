@@ -8,12 +8,15 @@ import pytest
 from tests.distributed import decompose_worker
 from tests.distributed.decompose_worker import CASES
 from tests.distributed.ranks import cases_of, start
+from tests.passes.test_decompose import without_bias_products
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("decompose")
-    decompose_worker.prepare(folder, cases_of(request))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        without_bias_products(monkeypatch)
+        decompose_worker.prepare(folder, cases_of(request))
     found = start("decompose", 2, folder, limit=400, worker=Path(decompose_worker.__file__))
     return [one for one in found if one is not None]
 

@@ -41,7 +41,10 @@ class Masked(nn.Module):
             k, v = (t[:, :, None].expand(-1, -1, times, -1, -1).reshape(*q.shape) for t in (k, v))
         n = x.shape[1]
         i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
-        return F.scaled_dot_product_attention(q, k, v, self.mask(i, j, keep)).square().sum()
+        mask = self.mask(i, j, keep)
+        if mask.is_floating_point():  # what is added to scores of float64 in float32, torch reads wrong on some processors
+            mask = mask.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, mask).square().sum()
 
 
 def windowed(i: Tensor, j: Tensor, keep: Tensor) -> Tensor:
