@@ -42,7 +42,7 @@ class Masked(nn.Module):
         n = x.shape[1]
         i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
         mask = self.mask(i, j, keep)
-        if mask.is_floating_point():  # what is added to scores of float64 in float32, torch reads wrong on some processors
+        if mask.is_floating_point():  # float32 that is added to float64, torch reads wrong on some processors
             mask = mask.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, mask).square().sum()
 
