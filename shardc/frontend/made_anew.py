@@ -14,6 +14,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 CONTENTS = (math.nan, 0.5)  # of memory that no code has written, the first and the second time
+# What initialises a tensor, by name: libraries put functions of their own in the place of torch's.
+_FILLS = frozenset(
+    [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+    + ["uniform_", "random_", "exponential_", "zero_", "fill_"]
+)
 
 
 @contextmanager
@@ -128,7 +133,9 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """What `torch.empty` gives that is larger than every buffer is a parameter, and needs no memory."""
+    """What `torch.empty` gives that is larger than every buffer is a parameter, and needs no memory.
+
+    Nothing is done to initialise what has no memory: that takes no random numbers, but a third of a millisecond."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -140,6 +147,10 @@ class _LargeOnMeta(TorchFunctionMode):
             size = args[0] if args and not isinstance(args[0], int) else args
             if math.prod(size) > self.numel:
                 kwargs = {**kwargs, "device": "meta"}
+        if getattr(func, "__name__", None) in _FILLS:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
         return func(*args, **kwargs)
 
 

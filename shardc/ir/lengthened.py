@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -14,11 +16,23 @@ from shardc.ir.units import UnequalError, Units
 from shardc.torch_compat import add_node
 
 T = TypeVar("T")
+OfUnit = Callable[[int], Any]
 
 
 def lengthened(short: Graph, units: Units) -> Graph:
     """A copy with the units between `first` and `last` made like these two. Raises UnequalError where they differ."""
     return _Lengthening(short, units).graph()
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How twins in two units are those of any: functions of the unit, None where all have the same; and of what is said
+    of the twin in `first`, all `fields`, those that differ by their places."""
+
+    args: OfUnit | None
+    kwargs: OfUnit | None
+    fields: tuple[Any, ...]
+    differing: list[tuple[int, OfUnit]]
 
 
 class _Lengthening:
@@ -35,7 +49,7 @@ class _Lengthening:
             raise UnequalError(f"{units.path}: numbers that do not count units")
         self.kept: dict[fx.Node, fx.Node] = {}
         self.made: dict[int, dict[str, fx.Node]] = {unit: {} for unit in range(units.first, units.last + 1)}
-        self.differing: dict[fx.Node, list[tuple[int, Any, Any]]] = {}
+        self.forms: dict[fx.Node, _Form] = {}
 
     def graph(self) -> Graph:
         short, unit = self.short, self.view.unit
@@ -101,18 +115,30 @@ class _Lengthening:
     def _make(self, x: fx.Node, y: fx.Node, at: int) -> None:
         name = x.name if at == self.units.first else y.name if at == self.units.last else f"{x.name}_{at}"
         target = name if x.op == "placeholder" else x.target
-        args, kwargs = self._between(x.args, y.args, at), self._between(x.kwargs, y.kwargs, at)
+        form = self.forms.get(x)
+        if form is None:
+            form = self.forms[x] = self._form(x, y)
+        args = x.args if form.args is None else form.args(at)
+        kwargs = x.kwargs if form.kwargs is None else form.kwargs(at)
         self.made[at][self.view.key[x]] = copy = add_node(self.whole.fx, x.op, target, args, kwargs, name)
         if at == self.units.first:
             set_info(copy, info(x))
             return
-        if x not in self.differing:
-            pairs = enumerate(zip(FIELD_VALUES(info(x)), FIELD_VALUES(info(y)), strict=True))
-            self.differing[x] = [(k, a, b) for k, (a, b) in pairs if a is not b and a != b]
-        fields = list(FIELD_VALUES(info(x)))
-        for k, a, b in self.differing[x]:
-            fields[k] = self._between(a, b, at)
+        fields = list(form.fields)
+        for k, of_unit in form.differing:
+            fields[k] = of_unit(at)
         set_info(copy, ValueInfo(*fields))
+
+    def _form(self, x: fx.Node, y: fx.Node) -> _Form:
+        fields = FIELD_VALUES(info(x))
+        pairs = enumerate(zip(fields, FIELD_VALUES(info(y)), strict=True))
+        differing = [(k, self._varying(a, b)) for k, (a, b) in pairs if a is not b]
+        return _Form(
+            self._varying(x.args, y.args),
+            self._varying(x.kwargs, y.kwargs),
+            fields,
+            [(k, of_unit) for k, of_unit in differing if of_unit is not None],
+        )
 
     def _kept(self, value: Any, unit: int | None) -> Any:
         """A part of a call of a unit that is kept, or of none. It may read of `first` and `last` what is beside it."""
@@ -129,37 +155,62 @@ class _Lengthening:
             return tuple(self._kept(each, unit) for each in value)
         return fx.map_arg(value, operand)
 
-    def _between(self, x: Any, y: Any, at: int) -> Any:
+    def _between(self, x: T, y: T, at: int) -> T:
         """What a unit has where `first` has `x` and `last` has `y`."""
+        of_unit = self._varying(x, y)
+        return x if of_unit is None else of_unit(at)
+
+    def _varying(self, x: Any, y: Any) -> OfUnit | None:
+        """What each unit has where `first` has `x` and `last` has `y`; None where all of them have `x`."""
         kind = type(x)
         if kind is fx.Node:
-            return self._operand(x, y, at)
+            return self._operand(x, y)
         if kind is str:
-            return x if x == y else self._text(x, at)
+            return None if x == y else partial(self._text, x)
         if isinstance(x, tuple | list):
-            items = [self._between(a, b, at) for a, b in zip(x, y, strict=True)]
-            return tuple(items) if isinstance(x, tuple) else type(x)(items)
+            make = tuple if isinstance(x, tuple) else kind
+            return self._items(x, y, lambda items: make(items))
         if isinstance(x, dict):
-            return {key: self._between(a, y[key], at) for key, a in x.items()}
+            keys = list(x)
+            return self._items(list(x.values()), [y[key] for key in keys], lambda items: dict(zip(keys, items)))  # noqa: B905
         if kind in READ and x != y:
-            return kind(*(self._between(a, b, at) for a, b in zip(READ[kind](x), READ[kind](y), strict=True)))
+            return self._items(READ[kind](x), READ[kind](y), lambda items: kind(*items))
         if kind is int and x != y:
-            return x + (y - x) // (self.units.last - self.units.first) * (at - self.units.first)
-        return x
+            first, step = self.units.first, (y - x) // (self.units.last - self.units.first)
+            return lambda at: x + step * (at - first)
+        return None
 
-    def _operand(self, x: fx.Node, y: fx.Node, at: int) -> fx.Node:
+    def _items(self, x: Sequence[Any], y: Sequence[Any], make: Callable[[list[Any]], Any]) -> OfUnit | None:
+        each = [self._varying(a, b) for a, b in zip(x, y, strict=True)]
+        varying = [(k, of_unit) for k, of_unit in enumerate(each) if of_unit is not None]
+        if not varying:
+            return None
+
+        def of_unit(at: int) -> Any:
+            items = list(x)
+            for k, item in varying:
+                items[k] = item(at)
+            return make(items)
+
+        return of_unit
+
+    def _operand(self, x: fx.Node, y: fx.Node) -> OfUnit:
         if x is y:
             if self.view.unit.get(x) in (self.units.first, self.units.last):
                 raise UnequalError(f"{info(x).name} is read by every layer")
-            return self._there(self.kept, x)
-        unit = self.view.unit[x]
+            return lambda at: self._there(self.kept, x)
+        unit, key = self.view.unit[x], self.view.key[x]
         behind = self.units.slot(unit) - self.units.slot(self.units.first)
         if abs(behind) > 1:
             raise UnequalError(f"{info(x).name} is read outside of its layer and the next")
-        read, key = at + behind, self.view.key[x]
-        if read in self.made:
-            return self._there(self.made[read], key)
-        return self._there(self.kept, self.view.members[read][key])
+
+        def of_unit(at: int) -> fx.Node:
+            made = self.made.get(at + behind)
+            return (
+                self._there(self.kept, self.view.members[at + behind][key]) if made is None else self._there(made, key)
+            )
+
+        return of_unit
 
     @staticmethod
     def _there(values: Mapping[Any, fx.Node], key: object) -> fx.Node:

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import shardc
+from shardc.frontend.made_anew import Anew
 from shardc.frontend.own_values import computed_buffers, own_init
 
 ROPES = [
@@ -165,6 +167,35 @@ def test_rotary_frequencies(rope: dict[str, Any]) -> None:
     computed, full = computed_buffers(on_meta(LlamaForCausalLM, config)), LlamaForCausalLM(config)
     assert computed.values.keys() == dict(full.named_buffers()).keys() != set()
     assert all(torch.equal(value, full.get_buffer(name)) for name, value in computed.values.items())
+
+
+def test_parameters_without_memory_are_not_initialised() -> None:
+    """By torch's or a library's own functions: it takes time, and changes nothing."""
+
+    class Initialises(Rebuilt):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            nn.init.normal_(self.fc.weight)
+            nn.init.kaiming_uniform_(tensor=self.fc.weight)
+            with torch.no_grad():
+                self.fc.bias.fill_(1.0).uniform_()
+            nn.init.constant_(self.table, 3.0)
+
+    written: list[tuple[str, torch.device]] = []  # of what is initialised, where it lies
+
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(func).split(".")[1] in ("normal_", "uniform_", "fill_"):
+                written.append((str(func), args[0].device))
+            return func(*args, **(kwargs or {}))
+
+    with torch.device("meta"):
+        model = Initialises(SimpleNamespace(size=3))
+    with Writes():
+        built = Anew(3).module(model, 0)
+    assert torch.equal(built.get_buffer("table"), torch.full((3,), 3.0))
+    assert built.get_parameter("fc.weight").is_meta
+    assert {device.type for _, device in written} == {"cpu"}
 
 
 def test_positions() -> None:
