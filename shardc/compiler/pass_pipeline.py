@@ -19,6 +19,7 @@ from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.verify import violations
 from shardc.passes.base import Check, Pass
 from shardc.passes.bias_products import BiasProducts
+from shardc.passes.cheaper_calls import CheaperCalls
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
@@ -145,6 +146,7 @@ def call_passes(options: Options) -> list[Pass]:
         options.prefetch,
         BiasProducts(kernels=options.fuse.enabled),
         PickColumns(not options.fuse.enabled),
+        CheaperCalls(not options.fuse.enabled),
         MergeUpdates(not options.fuse.enabled),
     ]
 

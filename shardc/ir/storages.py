@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import LITERALS, Graph, info, operands, type_of
+from shardc.ir.mesh import Mesh
 from shardc.ir.ops.kernels import KERNELS
 from shardc.ir.types import TensorType
 from shardc.torch_compat import args_of
@@ -142,19 +143,33 @@ def extended(body: Graph, known: dict[fx.Node, Operand]) -> dict[fx.Node, Operan
     for node in body.calls():
         if node in operand_of and node not in changed:
             continue
-        values = yields(node)
-        if node not in changed and operand_of.keys() >= {value for value, _ in values}:
+        if node not in changed and operand_of.keys() >= {value for value, _ in yields(node)}:
             continue
-        results = _layouts(node, operand_of)
-        for value, position in values:
-            operand = _in_order(type_of(value).local_shape(body.mesh), type_of(value).dtype)
-            layout = results[position] if position < len(results) else None
-            if layout is not None and layout.shape == operand.shape:
-                operand = _strided(operand.shape, layout.strides, operand.dtype, operand.bytes)
-            if operand_of.get(value) is not operand:
-                operand_of[value] = operand
-                changed.update(value.users)
+        for value in note_layout(node, operand_of, body.mesh):
+            changed.update(value.users)
     return operand_of
+
+
+def note_layout(node: fx.Node, operand_of: dict[fx.Node, Operand], mesh: Mesh) -> list[fx.Node]:
+    """Note how the values of a call lie, given how those lie that it reads. Returns the values that were not known, or
+    known to lie otherwise."""
+    changed: list[fx.Node] = []
+    results = _layouts(node, operand_of)
+    for value, position in yields(node):
+        operand = _in_order(type_of(value).local_shape(mesh), type_of(value).dtype)
+        layout = results[position] if position < len(results) else None
+        if layout is not None and layout.shape == operand.shape:
+            operand = _strided(operand.shape, layout.strides, operand.dtype, operand.bytes)
+        if operand_of.get(value) is not operand:
+            operand_of[value] = operand
+            changed.append(value)
+    return changed
+
+
+def lie_alike(call: fx.Node, value: fx.Node, operand: Operand, operand_of: dict[fx.Node, Operand]) -> bool:
+    """Would all results of a call lie as they do, if a value that it reads lay as `operand`?"""
+    others = {read: operand_of[read] for read in call.all_input_nodes} | {value: operand}
+    return _layouts(call, others) == _layouts(call, operand_of)
 
 
 def yields(node: fx.Node) -> list[tuple[fx.Node, int]]:

@@ -6,7 +6,7 @@ after each run, so that a broken pass is caught where it broke.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -34,3 +34,15 @@ class Pass:
 def split_of(node: fx.Node, projection: Projection) -> dict[int, Axes]:
     """A call's assignment as piece index -> axes."""
     return {projection.names.index(name): axes for name, axes in info(node).assignment}
+
+
+def firsts(calls: Iterable[fx.Node]) -> dict[fx.Node, str]:
+    """Of each call its name, or that of the first call that it repeats: what the half of a batch computes may be
+    recomputed, too."""
+    names = {call: info(call).name for call in calls}
+    repeats = {names[call]: origin.of for call in names if (origin := info(call).origin) and info(call).is_repeated}
+    for call, name in names.items():
+        while name in repeats:
+            name = repeats[name]
+        names[call] = name
+    return names

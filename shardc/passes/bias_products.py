@@ -28,10 +28,9 @@ from shardc.cost.flops import PRODUCTS
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, info, op_name, operands, type_of, update
 from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS
-from shardc.ir.provenance import Derivation
 from shardc.ir.storages import Storage, storages
 from shardc.ir.types import TensorType
-from shardc.passes.base import Pass
+from shardc.passes.base import Pass, firsts
 from shardc.passes.fusion.analysis.view_analysis import VIEWS
 
 aten = torch.ops.aten
@@ -46,9 +45,9 @@ class BiasProducts(Pass):
     def run(self, graph: Graph) -> Graph:
         adding = graph.calls_of(aten.add.Tensor)
         storage_of = storages(graph) if self.kernels and any(_parts(call) is not None for call in adding) else {}
-        repeats = {info(call).name: origin.of for call in adding if (origin := _repeated(call)) is not None}
-        refused = {_first(call, repeats) for call in adding if not self._may_join(call, storage_of)}
-        names = {info(call).name for call in adding if _first(call, repeats) not in refused}
+        first = firsts(adding)
+        refused = {first[call] for call in adding if not self._may_join(call, storage_of)}
+        names = {info(call).name for call in adding if first[call] not in refused}
         if not names:
             return graph
         graph = graph.copy()
@@ -64,18 +63,6 @@ class BiasProducts(Pass):
         if not self.kernels:
             return type_of(call).dtype.itemsize >= torch.float32.itemsize
         return all(map(_is_opaque, _readers(call, storage_of)))
-
-
-def _repeated(call: fx.Node) -> Derivation | None:
-    return info(call).origin if info(call).is_repeated else None
-
-
-def _first(call: fx.Node, repeats: Mapping[str, str]) -> str:
-    """The name of the call itself, or of the first that it repeats: the half of a batch may be computed again."""
-    name = info(call).name
-    while name in repeats:
-        name = repeats[name]
-    return name
 
 
 def _parts(call: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -323,6 +323,7 @@ PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "bucket": (same_interface,),
     "prefetch": (same_interface, same_calls, collectives_in_order),
     "pick_columns": (same_interface, collectives_in_order),
+    "cheaper_calls": (same_interface, collectives_in_order),
     "merge_updates": (same_interface, collectives_in_order),
     "fuse": (same_interface, collectives_in_order, peak_within_bound),
     "offload": (same_interface, same_but_for_copies, collectives_in_order),

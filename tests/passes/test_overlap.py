@@ -195,6 +195,7 @@ def test_the_pass_runs_before_kernels_are_made() -> None:
         "prefetch",
         "bias_products",
         "pick_columns",
+        "cheaper_calls",
         "merge_updates",
         "fuse",
         "offload",

@@ -37,6 +37,7 @@ from shardc.partition.staged_program import scheduled
 from shardc.passes.accumulate import Accumulate
 from shardc.passes.base import Pass
 from shardc.passes.bias_products import BiasProducts
+from shardc.passes.cheaper_calls import CheaperCalls
 from shardc.passes.communication.bucket import Bucket
 from shardc.passes.communication.causes import NameCauses
 from shardc.passes.communication.combine import Combine
@@ -153,6 +154,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "prefetch": Prefetch,
     "bias_products": BiasProducts,
     "pick_columns": PickColumns,
+    "cheaper_calls": CheaperCalls,
     "merge_updates": MergeUpdates,
     "fuse": Fuse,
     "offload": Offload,

@@ -93,8 +93,8 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.passes": """
-            __init__ accumulate attention_keys attention_rows base bias_products carried_states communication
-            communication.bucket communication.causes communication.combine communication.decompose
+            __init__ accumulate attention_keys attention_rows base bias_products carried_states cheaper_calls
+            communication communication.bucket communication.causes communication.combine communication.decompose
             communication.late_gradients communication.overlap communication.prefetch communication.report_gathers
             communication.split_batch context context.attention_times context.divide_attention context.divided_heads
             context.merge_keys context.pack_parts cumulative_rows exchanged_rows fusion fusion.analysis
