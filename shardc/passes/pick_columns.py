@@ -11,18 +11,25 @@ The graph's form is what vocabularies are split by; a rank that has all columns 
 kernel makes both on its way, so that this is for programs without them. Whatever does not fit stays as it is: each of
 the changes is made or not by itself.
 
+A column is picked as soon as there are values: `exp`, their other reader, may then write over them. What is made
+earlier for it (labels, %picked) is less than %shifted, which goes earlier, and what their other readers make is there
+behind the pick anyway, so that no rank holds more.
+
 Needs a localized body, or a part of one. Ensures the same values under the same names, bit by bit.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, info, type_of, update
+from shardc.ir.graph import Graph, info, operands, type_of, update
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.columns import PICK_COLUMN, SUBTRACT_AT
 from shardc.ir.types import TensorType
 from shardc.passes.base import Pass
@@ -48,6 +55,8 @@ class PickColumns(Pass):
                 if changed is not None:
                     _replace(graph, *changed)
         graph.erase_dead()
+        for pick in graph.calls_of(PICK_COLUMN):
+            _pick_early(graph, pick)
         return graph
 
 
@@ -107,3 +116,30 @@ def _replace(graph: Graph, reader: fx.Node, op: Any, read: tuple[fx.Node, ...]) 
     graph.replace_value(reader, made)
     update(reader, name=graph.unique(f"{about.name}.before"))
     update(made, name=about.name)
+
+
+def _pick_early(graph: Graph, pick: fx.Node) -> None:
+    """Move a pick, and what it needs for that, behind the call that makes its values, if its other readers then read
+    them last, and make what later calls read."""
+    values, between, node = operands(pick)[0], list[fx.Node](), pick
+    while node.op == "call_function" and node is not values:
+        between.append(node)
+        node = node.prev
+    others = set(values.users) - {pick}
+    are_held = all(not set(other.users).issubset(between) for other in others)
+    if node.op != "call_function" or not others.issubset(between) or not are_held:
+        return
+    needed, moved = {pick}, list[fx.Node]()  # from the last one to the first
+    for call in between:
+        if call in needed:
+            moved.append(call)
+            needed.update(call.all_input_nodes)
+    is_movable = all(info(call).type is not None and call.target not in COLLECTIVES for call in moved)
+    if is_movable and sum(_bytes(call, graph.mesh) for call in moved) <= _bytes(values, graph.mesh):
+        for call in moved:
+            values.append(call)
+
+
+def _bytes(value: fx.Node, mesh: Mesh) -> int:
+    type = type_of(value)
+    return math.prod(type.local_shape(mesh)) * type.dtype.itemsize

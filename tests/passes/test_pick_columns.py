@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardc
+from shardc.cost.memory import memory
+from shardc.ir.graph import op_name
 from shardc.ir.ops.columns import PICK_COLUMN, SUBTRACT_AT
 from shardc.ir.text import print_graph
 from shardc.passes.pick_columns import PickColumns
@@ -152,3 +154,72 @@ def test_the_ops_give_the_strides_of_their_fakes() -> None:
     for op, args in ((PICK_COLUMN, (values, columns)), (SUBTRACT_AT, (values, columns, amount))):
         real, fake = op(*args), op(*(x.to("meta") for x in args))
         assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+# ---------------------------------------------------------------------- when a column is picked
+def order(lines: str) -> list[str]:
+    """The ops of a graph, after the pass. It holds no more than before."""
+    graph = shardc.parse(f"""graph @step mesh(tp=2) {{
+  %x = input "x" : f32[8, 7]
+  %labels = input "labels" : i64[8, 1]
+  %part = input "part" : i64[8@tp, 1]
+  %large = input "large" : i64[8, 70]
+  %shifted = mul.Scalar(%x, 0.5) : f32[8, 7]
+{lines}
+}}""")
+    after = PickColumns().run(graph)
+    for overlap in (False, True):
+        assert memory(after, overlap=overlap).peak <= memory(graph, overlap=overlap).peak
+    return [op_name(call.target) for call in after.calls()]
+
+
+EXP = """  %exp = exp(%shifted) : f32[8, 7]
+  %sum = sum.dim_IntList(%exp, [1], keepdim=True) : f32[8, 1]
+"""
+COLUMN = "  %column = clamp(%labels, 0, 6) : i64[8, 1]\n"
+OWN = """  %columns = arange(7, dtype=i64) : i64[7] !const
+  %row = view(%columns, [1, 7]) : i64[1, 7] !const
+  %hit = eq.Tensor(%row, %column) : bool[8, 7]
+  %own = where.ScalarOther(%hit, %shifted, 0.0) : f32[8, 7]
+  %picked = sum.dim_IntList(%own, [1], keepdim=True) : f32[8, 1]
+  %both = mul.Tensor(%sum, %picked) : f32[8, 1]
+"""
+RETURN = '  return output "both" = %both'
+READ = "  %d = mul.Tensor(%exp, %both) : f32[8, 7]\n" + RETURN + ', output "d" = %d'
+
+
+def test_a_column_is_picked_before_its_values_are_written_over() -> None:
+    calls = order(EXP + COLUMN + OWN + READ)
+    assert calls == ["mul.Scalar", "clamp", "shardc.pick_column", "exp", "sum.dim_IntList", "mul.Tensor", "mul.Tensor"]
+
+
+PICKED_LATE = {
+    "nothing reads what the other reader makes": EXP + COLUMN + OWN + RETURN,
+    "values are read later": EXP
+    + COLUMN
+    + OWN
+    + "  %late = neg(%shifted) : f32[8, 7]\n"
+    + READ
+    + ', output "l" = %late',
+    "an input is read": (EXP + COLUMN + OWN + READ).replace("%shifted", "%x"),
+    "columns of what is made of the values": EXP + "  %column = argmax(%exp, 1, True) : i64[8, 1]\n" + OWN + READ,
+    "columns that are awaited": EXP
+    + '  %whole = shardc.all_gather(%part, axes=["tp"], atoms=[4], pos=0, size=8, shape=[8, 1]) : i64[8, 1]\n'
+    + COLUMN.replace("%labels", "%whole")
+    + OWN
+    + READ,
+    "columns of larger values": EXP
+    + "  %twice = mul.Scalar(%large, 2) : i64[8, 70]\n  %column = amax(%twice, [1], True) : i64[8, 1]\n"
+    + OWN
+    + READ,
+    "columns that are one of two results": EXP
+    + "  %most, %column = max.dim(%large, 1, True) : i64[8, 1], i64[8, 1]\n"
+    + OWN
+    + READ.replace('"both" = %both', '"both" = %both, output "most" = %most'),
+}
+
+
+@pytest.mark.parametrize("case", PICKED_LATE)
+def test_other_columns_are_picked_where_they_were(case: str) -> None:
+    calls = order(PICKED_LATE[case])
+    assert calls.index("exp") < calls.index("shardc.pick_column")
