@@ -172,7 +172,8 @@ class _Lengthening:
             return self._items(x, y, lambda items: make(items))
         if isinstance(x, dict):
             keys = list(x)
-            return self._items(list(x.values()), [y[key] for key in keys], lambda items: dict(zip(keys, items)))  # noqa: B905
+            values = list(x.values()), [y[key] for key in keys]
+            return self._items(*values, lambda items: dict(zip(keys, items, strict=True)))
         if kind in READ and x != y:
             return self._items(READ[kind](x), READ[kind](y), lambda items: kind(*items))
         if kind is int and x != y:
@@ -205,10 +206,10 @@ class _Lengthening:
             raise UnequalError(f"{info(x).name} is read outside of its layer and the next")
 
         def of_unit(at: int) -> fx.Node:
-            made = self.made.get(at + behind)
-            return (
-                self._there(self.kept, self.view.members[at + behind][key]) if made is None else self._there(made, key)
-            )
+            twins = self.made.get(at + behind)  # by key; None of a unit that is kept
+            if twins is not None:
+                return self._there(twins, key)
+            return self._there(self.kept, self.view.members[at + behind][key])
 
         return of_unit
 

@@ -44,12 +44,17 @@ from shardc.passes.base import Pass, firsts
 
 aten = torch.ops.aten
 
-BY_A_NUMBER = frozenset(
-    getattr(getattr(aten, name), overload) for name in ("add", "sub", "mul", "div") for overload in ("Tensor", "Scalar")
-)
+ELEMENTWISE = {
+    aten.neg.default,
+    *(
+        getattr(getattr(aten, name), overload)
+        for name in ("add", "sub", "mul", "div")
+        for overload in ("Tensor", "Scalar")
+    ),
+}
 CAT, EXPAND = aten.cat.default, aten.expand.default
 POWER, SLICE_BACKWARD = aten.pow.Tensor_Scalar, aten.slice_backward.default
-READERS = BY_A_NUMBER | {aten.neg.default, shard_slice, slice_blocks}
+READERS = ELEMENTWISE | {shard_slice, slice_blocks}
 
 
 @dataclass(frozen=True)
@@ -81,18 +86,19 @@ def _is_read_by_element(value: fx.Node) -> bool:
 
 
 def _is_first_power(call: fx.Node) -> bool:
-    if call.target is not POWER or call.args[1] != 1 or not isinstance(call.args[0], fx.Node):
+    if call.target is not POWER or call.kwargs or call.args[1] != 1 or not _is_read_by_element(call):
         return False
-    return _is_read_by_element(call) and type_of(call.args[0]) == type_of(call)
+    return isinstance(call.args[0], fx.Node) and type_of(call.args[0]) == type_of(call)
 
 
 def _is_of_expanded(call: fx.Node) -> bool:
     """Does a call compute each element of an expanded value, with a number or alone?"""
-    by_number = call.target in BY_A_NUMBER and not isinstance(call.args[1], fx.Node)
-    if not (by_number or call.target is aten.neg.default) or call.kwargs or not _is_read_by_element(call):
+    if call.target not in ELEMENTWISE or call.kwargs or any(isinstance(arg, fx.Node) for arg in call.args[1:]):
         return False
     expanded = call.args[0]
     if not isinstance(expanded, fx.Node) or expanded.target is not EXPAND or expanded.kwargs:
+        return False
+    if not _is_read_by_element(call):
         return False
     source = expanded.args[0]
     assert isinstance(source, fx.Node)
@@ -137,7 +143,7 @@ class _Rewriting:
         self.graph = graph
         self.storage_of, self.operand_of = layouts(graph)
         roles = {node: port.role for port, node in zip(graph.inputs, graph.placeholders, strict=True)}
-        self.written = {node for node, role in roles.items() if role in ("param", "state", "buffer")}
+        self.written = {node for node, role in roles.items() if role in ("param", "state", "buffer", "sum")}
 
     def run(self) -> bool:
         """Replace the calls that may be. Returns whether there were any."""
@@ -179,11 +185,11 @@ class _Rewriting:
             small = graph.call(call.target, (source, *rest), like=call, type=type, name=name, assignment=split)
             args = (small, sizes)
             wide = graph.call(EXPAND, args, like=call, type=type_of(call), assignment=split, origin=about.origin)
-        for made in (small, wide):
-            note_layout(made, self.operand_of, graph.mesh)
+        for value in (small, wide):
+            note_layout(value, self.operand_of, graph.mesh)
         if not all(lie_alike(user, call, self.operand_of[wide], self.operand_of) for user in call.users):
-            for made in (wide, small):
-                graph.fx.erase_node(made)
+            for value in (wide, small):
+                graph.fx.erase_node(value)
             return False
         self._take_name(call, wide)
         return True
@@ -191,12 +197,12 @@ class _Rewriting:
     def _join_slices(self) -> bool:
         sums = self.graph.calls_of(aten.add.Tensor)
         first, joined = firsts(sums), {call: self._joined(call) for call in sums}
-        refused = {first[call] for call, made in joined.items() if made is None}
-        for call, made in joined.items():
-            if made is not None and first[call] in refused:
-                self.graph.fx.erase_node(made)
-            elif made is not None:
-                self._take_name(call, made)
+        refused = {first[call] for call, cat in joined.items() if cat is None}
+        for call, cat in joined.items():
+            if cat is not None and first[call] in refused:
+                self.graph.fx.erase_node(cat)
+            elif cat is not None:
+                self._take_name(call, cat)
         return any(first[call] not in refused for call in sums)
 
     def _joined(self, call: fx.Node) -> fx.Node | None:
@@ -212,13 +218,13 @@ class _Rewriting:
         split = tuple((name.replace("grad_output", "tensors0_", 1), axes) for name, axes in info(parts[0]).assignment)
         with self.graph.fx.inserting_before(call):
             args, type = (gradients, dim), type_of(call)
-            made = self.graph.call(CAT, args, like=call, type=type, assignment=split, origin=about.origin)
-        note_layout(made, self.operand_of, self.graph.mesh)
-        self.storage_of[made] = Storage(made, operand.bytes)
-        if self.operand_of[made] is not operand:
-            self.graph.fx.erase_node(made)
+            cat = self.graph.call(CAT, args, like=call, type=type, assignment=split, origin=about.origin)
+        note_layout(cat, self.operand_of, self.graph.mesh)
+        self.storage_of[cat] = Storage(cat, operand.bytes)
+        if self.operand_of[cat] is not operand:
+            self.graph.fx.erase_node(cat)
             return None
-        return made
+        return cat
 
     def _take_name(self, old: fx.Node, new: fx.Node) -> None:
         name = info(old).name

@@ -20,15 +20,13 @@ Needs a localized body, or a part of one. Ensures the same values under the same
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.ir.graph import Graph, info, operands, type_of, update
-from shardc.ir.mesh import Mesh
+from shardc.ir.graph import Graph, info, operands, producer, type_of, update
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.columns import PICK_COLUMN, SUBTRACT_AT
 from shardc.ir.types import TensorType
@@ -120,8 +118,8 @@ def _replace(graph: Graph, reader: fx.Node, op: Any, read: tuple[fx.Node, ...]) 
 
 def _pick_early(graph: Graph, pick: fx.Node) -> None:
     """Move a pick, and what it needs for that, behind the call that makes its values, if its other readers then read
-    them last, and make what later calls read."""
-    values, between, node = operands(pick)[0], list[fx.Node](), pick
+    them last, make what later calls read, and nothing is awaited earlier."""
+    values, between, node, mesh = operands(pick)[0], list[fx.Node](), pick, graph.mesh
     while node.op == "call_function" and node is not values:
         between.append(node)
         node = node.prev
@@ -134,12 +132,9 @@ def _pick_early(graph: Graph, pick: fx.Node) -> None:
         if call in needed:
             moved.append(call)
             needed.update(call.all_input_nodes)
-    is_movable = all(info(call).type is not None and call.target not in COLLECTIVES for call in moved)
-    if is_movable and sum(_bytes(call, graph.mesh) for call in moved) <= _bytes(values, graph.mesh):
+    is_awaited = any(producer(node)[0].target in COLLECTIVES for node in needed)
+    if is_awaited or any(info(call).type is None for call in moved):
+        return
+    if sum(type_of(call).local_bytes(mesh) for call in moved) <= type_of(values).local_bytes(mesh):
         for call in moved:
             values.append(call)
-
-
-def _bytes(value: fx.Node, mesh: Mesh) -> int:
-    type = type_of(value)
-    return math.prod(type.local_shape(mesh)) * type.dtype.itemsize

@@ -164,6 +164,7 @@ def order(lines: str) -> list[str]:
   %labels = input "labels" : i64[8, 1]
   %part = input "part" : i64[8@tp, 1]
   %large = input "large" : i64[8, 70]
+  %early = shardc.all_gather(%part, axes=["tp"], atoms=[4], pos=0, size=8, shape=[8, 1]) : i64[8, 1]
   %shifted = mul.Scalar(%x, 0.5) : f32[8, 7]
 {lines}
 }}""")
@@ -208,6 +209,7 @@ PICKED_LATE = {
     + COLUMN.replace("%labels", "%whole")
     + OWN
     + READ,
+    "columns that are brought before": EXP + COLUMN.replace("%labels", "%early") + OWN + READ,
     "columns of larger values": EXP
     + "  %twice = mul.Scalar(%large, 2) : i64[8, 70]\n  %column = amax(%twice, [1], True) : i64[8, 1]\n"
     + OWN
