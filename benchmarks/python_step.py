@@ -6,7 +6,8 @@ allocate their results, as before a launch on a GPU: a CPU would run their refer
     python -m benchmarks.python_step [--layers 8] [--steps 20] [--only WORD] [--profile] [--baseline CHECKOUT]
 
 With a baseline, a checkout of another commit, this script runs that one's shardc too, in a process of its own. Rounds
-of the two alternate, and `ratio` is of the least times. The checkout needs no benchmark of its own.
+of the two alternate, and `ratio` is of the least times. The checkout needs no benchmark of its own; pipelines are not
+compared with the first ones, whose steps are run by `python_step_before`.
 """
 
 from __future__ import annotations
@@ -143,13 +144,15 @@ class Side:
 
     def __init__(self, checkout: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
-        command = [sys.executable, "-P", __file__, "--answer"]
+        self.is_early = (checkout / "shardc" / "runtime" / "executor.py").exists()
+        script = Path(__file__).with_name("python_step_before.py") if self.is_early else Path(__file__)
+        command = [sys.executable, "-P", str(script), "--answer"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=checkout
         )
 
     def ask(self, *words: object) -> Any:
-        """The answer to a request: `case NAME FUSE LAYERS`, or `steps COUNT`."""
+        """The answer to a request: `case MESH PLAN LAYERS`, or `steps COUNT`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(words) + "\n")
@@ -170,10 +173,10 @@ def answer() -> None:
     run: Callable[[], Any] = lambda: None  # noqa: E731
     for line in sys.stdin:
         match json.loads(line):
-            case ["case", str(name), bool(fuse), int(layers)]:
+            case ["case", str(mesh), dict(plan), int(layers)]:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                run = prepared(name, fuse, layers)
+                run = prepared(mesh, plan, layers)  # pyright: ignore[reportUnknownArgumentType]
                 print(json.dumps(shardc.__file__), flush=True)
             case ["steps", int(count)]:
                 print(json.dumps([timed(run) for _ in range(count)]), flush=True)
@@ -185,8 +188,11 @@ def compared(options: argparse.Namespace) -> None:
     """Print a row per case: least milliseconds of the baseline's steps, of this checkout's, and their ratio."""
     sides = Side(options.baseline), Side(Path(__file__).parents[1])
     for name, fuse, label in chosen(options.only):
+        mesh, plan = planned(name, fuse)
+        if sides[0].is_early and "pipeline" in plan:
+            continue
         for side in sides:
-            side.ask("case", name, fuse, options.layers)
+            side.ask("case", mesh, plan, options.layers)
         spent: tuple[list[float], list[float]] = [], []
         for _ in range(ROUNDS):
             for side, times in zip(sides, spent, strict=True):
@@ -204,10 +210,15 @@ def chosen(word: str) -> list[tuple[str, bool, str]]:
     return [case for case in cases if word in case[2]]
 
 
-def prepared(name: str, fuse: bool, layers: int) -> Callable[[], Any]:
-    """A case's step, after three of them."""
+def planned(name: str, fuse: bool) -> tuple[str, dict[str, Any]]:
+    """A case's mesh and plan."""
     mesh, plan = CASES[name]
-    run = step_of(mesh, {**plan, "fuse": fuse}, layers)
+    return mesh, {**plan, "fuse": fuse}
+
+
+def prepared(mesh: str, plan: Mapping[str, Any], layers: int) -> Callable[[], Any]:
+    """A step, after three of them."""
+    run = step_of(mesh, plan, layers)
     for _ in range(3):
         run()
     return run
@@ -240,7 +251,7 @@ def main() -> None:
         answer()
         return
     for name, fuse, label in chosen(options.only):
-        run = prepared(name, fuse, options.layers)
+        run = prepared(*planned(name, fuse), options.layers)
         spent = [timed(run) for _ in range(options.steps)]
         row = {"case": label, "layers": options.layers, "median": statistics.median(spent), "least": min(spent)}
         print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
