@@ -184,6 +184,7 @@ def _one_twice(model: Stack, x: Tensor) -> Tensor:
 ODD = [_one_doubled, _ever_less, _shifted, _from_far, _all_read, _one_scale, _first_again, _backwards, _one_twice]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", ODD, ids=lambda run: run.__name__.strip("_"))
 def test_layers_that_are_not_equal_are_all_looked_at(run: Run) -> None:
     _, program = both(Stack(run), COLUMNS)

@@ -162,6 +162,7 @@ def made(row: Row, contestant: str, monkeypatch: pytest.MonkeyPatch) -> tuple[st
 SHARES_REHEARSED = [(row.name, name) for row in rehearsal() if row.of_shares for name in row.contestants if name in OFF]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("row", "contestant"), SHARES_REHEARSED)
 def test_a_pass_that_is_switched_off_leaves_another_program(
     row: str, contestant: str, monkeypatch: pytest.MonkeyPatch

@@ -234,6 +234,7 @@ SINGLE: dict[str, nn.Module] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SINGLE)
 def test_layers_that_differ_are_all_recorded(name: str) -> None:
     assert not both(SINGLE[name], made=CALLS.clear)
@@ -327,6 +328,7 @@ def failing() -> Iterator[tuple[str, Do]]:
     yield "reads numpy", at_the_ninth(lambda block, x: x + torch.from_numpy(x.detach().numpy()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "do"), [*failing()])
 def test_errors_are_those_of_all_layers(name: str, do: Do) -> None:
     told: list[Any] = []

@@ -129,6 +129,7 @@ def set_aside(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
         gc.freeze()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("refused", [False, True])
 def test_caches_that_nothing_leads_to(size: int | None, refused: bool, set_aside: Callable[[], None]) -> None:

@@ -117,7 +117,11 @@ def synopsis() -> list[str]:
     return sorted(commands)
 
 
-@pytest.mark.parametrize("command", synopsis())
+# Measuring a machine takes most of a minute; tests/distributed/test_calibrate.py does it too.
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.long] if c.strip() == "shardc calibrate" else []) for c in synopsis()],
+)
 def test_the_synopsis_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _enter(tmp_path, monkeypatch)
     (tmp_path / "symbols.yaml").write_text(Path("configs/plans/mlp.yaml").read_text() + "symbols: {B: x.0}\n")

@@ -197,6 +197,7 @@ def computes_as_eager(program: shardc.Program, model: nn.Module, x: dict[str, Te
             torch.testing.assert_close(step.grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("body", "said"), CASES, ids=[body.__name__ for body, _ in CASES])
 @pytest.mark.parametrize("layout", ["dp", *(pytest.param(name, marks=pytest.mark.long) for name in ("tp", "sp"))])
 def test_as_eager(body: Body, said: str, layout: str) -> None:
