@@ -529,7 +529,7 @@ class Program(PredictedProgram):
         state = dict(params) if params is not None else model_state(self.model, self.reference)
         given = batch_inputs(batch, names, self.plan.get("batch")) if batch is not None else {}
         if batch is None or (own_batch and any(value.is_meta for value in given.values())):
-            given = drawn_batch(self.reference)
+            given = drawn_batch(self.reference, self.plan.get("split", ()))
         own = {**self.constants, **self.optimizer_state(), **self.learning_rates()}
         key = torch.tensor(step_key(self.plan.get("seed", 0), 0))  # that of a run's first step
         own |= {port.name: key for port in self.reference.inputs if port.role == "seed"}

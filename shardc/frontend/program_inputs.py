@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +45,20 @@ def complete_inputs(graph: Graph, known_inputs: Mapping[str, Tensor], seed: int)
     return inputs
 
 
-def drawn_batch(graph: Graph) -> dict[str, Tensor]:
-    """Values that any model takes: floats in [0, 1); whole numbers 0 and 1, which are in any table."""
+def drawn_batch(graph: Graph, split: Collection[str] = ()) -> dict[str, Tensor]:
+    """Values that any model takes: floats in [0, 1); whole numbers 0 and 1, which are in any table.
+
+    Of inputs that are `split` into microbatches, rows for all of them: each microbatch has other ones.
+    """
     generator = torch.Generator().manual_seed(0)
     batch: dict[str, Tensor] = {}
     for port, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if port.role != "input":
+            continue
         type = type_of(node)
-        if port.role == "input" and type.dtype.is_floating_point:
-            batch[port.name] = torch.rand(type.shape, generator=generator).to(type.dtype)
-        elif port.role == "input":
-            batch[port.name] = torch.randint(2, type.shape, generator=generator).to(type.dtype)
+        shape = (graph.microbatches * type.shape[0], *type.shape[1:]) if port.name in split else type.shape
+        if type.dtype.is_floating_point:
+            batch[port.name] = torch.rand(shape, generator=generator).to(type.dtype)
+        else:
+            batch[port.name] = torch.randint(2, shape, generator=generator).to(type.dtype)
     return batch

@@ -39,6 +39,7 @@ from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SUM_K
 from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.decomposed import GATHER_LINEAR, LINEAR_SCATTER
 from shardc.ir.ops.exchange import EXCHANGE_COUNTS, ROW_MOVES
+from shardc.ir.ops.host_copies import HOST_COPIES
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD
 from shardc.ir.ops.local import told
 from shardc.ir.ops.pick import PICK_ROWS, PLACE_ROWS
@@ -74,7 +75,7 @@ from shardc.rules.registry import MASKS, OpRule, find_rule, fit_call, notation_o
 from shardc.rules.window import WINDOWED
 
 KERNELS: frozenset[Any] = frozenset((FUSED, *TEMPLATES.values()))
-SAME: frozenset[Any] = frozenset((ACCUMULATE,))
+SAME: frozenset[Any] = frozenset((ACCUMULATE, *HOST_COPIES))  # results are as all operands are, pending or not
 aten = torch.ops.aten
 FINITE: frozenset[Any] = frozenset((aten.clamp_min.default, aten.clamp.default))
 
@@ -566,8 +567,8 @@ def _offset(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh
 
 
 def _unchanged(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
-    type = type_of(operands(node)[0])
-    return [] if result_types[0] == type else [f"yields {type}, the result says {result_types[0]}"]
+    read = [type_of(value) for value in operands(node)]
+    return [f"yields {type}, the result says {result_types[0]}" for type in read if type != result_types[0]]
 
 
 def _counted(node: fx.Node) -> set[str]:

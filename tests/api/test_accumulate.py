@@ -124,3 +124,15 @@ def test_a_budget_counts_every_microbatch() -> None:
     assert sent[1] > sent[0]
     with pytest.raises(ShardcError, match="budget"):
         program(3, params={"fc.weight": "-, dp"}, budget={"dp": sent[1] - 1})
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_a_program_of_a_file_draws_other_rows_for_each_microbatch(halves: int) -> None:
+    """Without a model and its batch: one microbatch given to all would not tell a sum from a product."""
+    plan = {"mesh": "dp=2", "accumulate": 2, "overlap": {"split": halves}}
+    program = shardc.compile(nn.Linear(4, 4), torch.randn(16, 4), loss=lambda y, _: y.square().mean(), plan=plan)
+    loaded = shardc.Program.from_json(program.to_json())
+    rows = loaded.inputs()["input"]
+    assert rows.shape == (16, 4)
+    assert len(rows.chunk(2 * halves)[0].unique()) < len(rows.unique())
+    assert loaded.verify().ok

@@ -13,7 +13,7 @@ import yaml
 
 import shardc
 from shardc import Program, ShardcError
-from shardc.compiler.program_check import RECORD
+from shardc.compiler.program_check import RECORD, parse
 from shardc.ir.program import PlanRecord
 from tests.models.zoo import MODELS, Model
 from tests.properties.file_mutants import forged
@@ -253,3 +253,21 @@ def test_a_kernel_that_drops_a_pending_sum_is_refused() -> None:
     call["results"], statistics["type"] = [wanted], wanted
     with pytest.raises(ShardcError, match="loses what is pending: sum dp"):
         Program.from_json(forged(program.to_json(), content))
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"), [("(%most) : f32[] |max", "(%most) : f32[] |sum"), ("(%out, %most)", "(%out, %all)")]
+)
+def test_a_copy_to_the_host_is_of_the_type_of_all_that_it_reads_pending_or_not(said: str, wrong: str) -> None:
+    text = """graph @step mesh(tp=2) {
+  %x = input "x" frozen : f32[4@tp]
+  %most = amax(%x, [0]) {self0: tp} : f32[] |max tp
+  %all = shardc.all_reduce(%most, op="max", axes=["tp"]) : f32[]
+  %out = shardc.begin_offload(%most) : f32[] |max tp
+  %host = shardc.end_offload(%out, %most) : f32[] |max tp
+  return output "y" = %all
+}
+"""
+    parse(text)
+    with pytest.raises(ShardcError, match=r"yields f32\[\].*, the result says f32\[\] \|"):
+        parse(text.replace(said, wrong))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardc
+from shardc.ir.graph import type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.types import TensorType
 from shardc.passes.sharding.reshard_steps import plan as steps_between
@@ -179,3 +180,33 @@ def test_the_sum_of_a_vector_is_no_sum_over_rows() -> None:
 
     plan = {"precision": "bf16", "fuse": True}
     check(Model(step, a=(8,)), torch.randn(6, 5, 8), "dp=1", plan)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_ring_does_not_count_keys_that_every_rank_has_once_a_rank(causal: bool) -> None:
+    """The first of six rows is on both ranks."""
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, w).unflatten(-1, (2, 4)).transpose(1, 2) for w in (m.q, m.k, m.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).square().sum()
+
+    model = Model(step, q=(8, 8), k=(8, 8), v=(8, 8))
+    plan = {"inputs": {"x": "-, [-1, 5]*cp, -"}, "context": "ring"}
+    program = check(model, torch.randn(2, 6, 8), "cp=2", plan)
+    (said,) = [d for d in program.diagnostics if d.code == "SC240"]
+    assert "each rank has a block of its keys" in said.message
+
+
+@pytest.mark.parametrize("placement", ["-, dp", "dp, -"])
+def test_a_parameters_cast_may_have_fewer_atoms_than_it(placement: str) -> None:
+    """Backward cuts the rows of w into (2 2 3), while its cast is (3 4), as b says."""
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(F.linear(x, m.w, m.b))
+        return (F.linear(y, m.u) * F.linear(y, m.v)).square().mean()
+
+    model = Model(step, w=(12, 12), b=(12,), u=(8, 12), v=(8, 12))
+    plan = {"params": {"w": placement, "b": "3*dp", "u": "-, 4*dp", "v": "-, 2*dp"}, "precision": "bf16"}
+    program = check(model, torch.randn(24, 12), "dp=2", plan)
+    sizes = {type_of(value).sizes for value in program.body.values()}
+    assert {((2, 2, 3), (12,)), ((3, 4), (12,))} <= sizes

@@ -176,9 +176,11 @@ class Ways:
         rows, keys = self.q.dims[-2], self.k.dims[-2]
         alike = rows == keys
         if not keys_are_rows(self.q, self.k):
-            alike = len(rows) == len(keys) == 1 and rows[0].axes == keys[0].axes and not _copied(keys[0].size)
+            alike = len(rows) == len(keys) == 1 and rows[0].axes == keys[0].axes
         if not alike or keys != self.v.dims[-2]:
             return "its keys do not lie as its rows do"
+        if any(_copied(atom.size) for atom in keys):
+            return "each rank has a block of its keys, which would be counted once a rank"
         if self.window and rows != keys:
             return "it has a window, and other keys than its rows"
         if not self.times.countable:

@@ -98,15 +98,19 @@ class Classes:
 
     def needing_whole(self, value: fx.Node, atom: int) -> list[fx.Node]:
         """The calls that read the value, if each of them needs this atom whole; else none."""
-        uses: list[tuple[fx.Node, int]] = []
+        uses: list[tuple[fx.Node, int, int]] = []  # a call, which operand of it, and which atom of that
         for node, k in self._uses.get(value, []):
-            # A parameter is computed with through its cast, and updated piece by piece.
-            if info(node).phase != "opt":
-                uses += self._uses.get(node, []) if narrows(node) else [(node, k)]
+            if info(node).phase == "opt":  # a parameter is updated piece by piece
+                continue
+            piece, casted = project(node).operands[k][atom], project(node).results[0]
+            if narrows(node) and piece in casted:  # and computed with through its cast
+                uses += [(reader, i, casted.index(piece)) for reader, i in self._uses.get(node, [])]
+            else:  # a cast too, where the atoms of the two do not nest
+                uses.append((node, k, atom))
         always_whole = all(
-            project(n).operands[k][atom] in project(n).blocked - opened(n, project(n)).keys() for n, k in uses
+            project(n).operands[k][i] in project(n).blocked - opened(n, project(n)).keys() for n, k, i in uses
         )
-        return [node for node, _ in uses] if always_whole else []
+        return [node for node, _, _ in uses] if always_whole else []
 
 
 def keys_of(node: fx.Node, projection: Projection) -> set[int]:
