@@ -30,7 +30,7 @@ from shardc.compiler.pass_pipeline import (
     sharded_dims,
     sharded_sequences,
 )
-from shardc.compiler.pipelining import stages_of
+from shardc.compiler.pipelining import inspect_stages, stages_of
 from shardc.frontend.ingest import ingest
 from shardc.frontend.join_loads import JoinLoads
 from shardc.frontend.optimizer import AppendUpdates
@@ -231,6 +231,8 @@ def _stages_offloaded(fused: StagedProgram, options: Options) -> StagedProgram:
     seconds = time.perf_counter() - start
     for graph in dict.fromkeys(moved.graphs()):
         inspect(options.offload, graph, graph, seconds, options)
+    if moved is not fused:
+        inspect_stages(options.offload, moved, options)
     return moved
 
 

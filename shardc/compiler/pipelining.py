@@ -18,6 +18,7 @@ from shardc.ir.mesh import Mesh
 from shardc.partition.cut import cut
 from shardc.partition.same_cut import StageNames
 from shardc.partition.stage_offload import held_values, lighter, under_way, within
+from shardc.partition.staged_check import stage_faults
 from shardc.partition.staged_program import StagedProgram, mesh_without_axis, one_stage, scheduled
 from shardc.passes.base import Pass
 from shardc.plan.pipeline import Pipelining
@@ -54,7 +55,20 @@ def stages_of(
     staged = _cut(plan.pipeline, plan, body, mesh, options, like)
     for graph in staged.graphs():
         inspect(Cut(), graph, graph, time.perf_counter() - start, options)
+    inspect_stages(Cut(), staged, options)
     return staged
+
+
+def inspect_stages(pass_: Pass, staged: StagedProgram, options: Options) -> None:
+    """Verify what a pass over all graphs of a pipeline left: each value and sum has one type in all of them, and lists,
+    ports and transfers fit. A pass over one graph at a time changes no type that another graph knows
+    (`passes.verify.same_interface`).
+
+    Raises AssertionError with every fault, as `inspect` does.
+    """
+    if options.verify:
+        broken = [f"@{fault.graph}: {fault.message}" for fault in stage_faults(staged)]
+        assert not broken, f"{pass_.name} broke what the pipeline's graphs share:\n" + "\n".join(broken[:20])
 
 
 def _cut(

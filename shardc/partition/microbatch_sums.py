@@ -62,11 +62,13 @@ def is_linear(call: fx.Node) -> bool:
 
 
 def is_plain_add(call: fx.Node) -> bool:
-    """Is this an addition of two tensors of equal shape and dtype, without scaling or broadcasting?"""
+    """Is this an addition of two tensors of its own type, without scaling or broadcasting?
+
+    Where cuts of a dim do not nest, (2 3) may be added to (3 2): it is no term of the sum as it is.
+    """
     if call.target is not ADD or len(operands(call)) != 2 or call.kwargs or len(call.args) != 2:
         return False
-    types = {(type_of(v).dtype, type_of(v).shape) for v in (*operands(call), call)}
-    return len(types) == 1
+    return all(type_of(term) == type_of(call) for term in operands(call))
 
 
 def linear_tail(graph: Graph) -> set[fx.Node]:

@@ -45,7 +45,8 @@ _operands_held: Held = WeakKeyDictionary()
 
 
 def atoms_nest(graph: Graph) -> list[str]:
-    """V2: the atoms of every operand and result agree with the factors of the rule, or it keeps them whole."""
+    """V2: the atoms of every operand and result agree with the factors of the rule, or it keeps them whole. A sum over
+    microbatches has those of its term: the two are one tensor in memory, which may be read in other graphs."""
     faults: list[str] = []
     for node in _ruled(graph):
         projection = project(node)
@@ -65,6 +66,9 @@ def atoms_nest(graph: Graph) -> list[str]:
             )
             if not fits:
                 wrong.append(f"V2 {info(node).name}: {info(value).name} is {type_of(value)}, pieces {sizes}")
+        if node.target is ACCUMULATE and projection.operands != projection.results:
+            (term,) = operands(node)
+            wrong.append(f"V2 {info(node).name} is {type_of(node)}, its term {info(term).name} {type_of(term)}")
         if not wrong:
             _nested[node] = projection
         faults += wrong
@@ -319,9 +323,11 @@ PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "align": (same_interface, collectives_in_order),
     "overlap": (same_interface, same_calls),
     "late_gradients": (same_interface, same_calls),
+    "sum_products": (same_interface,),
     "decompose": (same_interface,),
     "bucket": (same_interface,),
     "prefetch": (same_interface, same_calls, collectives_in_order),
+    "bias_products": (same_interface,),
     "pick_columns": (same_interface, collectives_in_order),
     "cheaper_calls": (same_interface, collectives_in_order),
     "merge_updates": (same_interface, collectives_in_order),

@@ -1,7 +1,8 @@
 """atomize: factor every tensor dim into atoms, so that an axis lands on heads and not on columns.
 
 Needs: normalised calls with unplaced types. Ensures: every value's dims are products of atoms, and
-each rule's factors nest in the atoms of its operands and results wherever the cuts allow it.
+each rule's factors nest in the atoms of its operands and results wherever the cuts allow it. A gradient has the atoms
+of its parameter, and a sum over microbatches those of its term, whatever the cuts are.
 
 A view that splits 1536 into (3, 8, 64) refines the dim it came from, that dim refines the weight's
 columns through the matmul, and those the bias and both gradients: a fixpoint over all calls. Two cuts
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from shardc.ir.graph import Graph, info, operands, results, type_of, update
+from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.types import Atom, TensorType
 from shardc.passes.base import Pass
 from shardc.rules.notation import FactorRule
@@ -53,6 +55,11 @@ def linked_gradients(graph: Graph) -> list[tuple[fx.Node, fx.Node]]:
     return [*returned, *((ports[name], grad) for name, grad in graph.gradients.items())]
 
 
+def _summed_terms(graph: Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """(sum over microbatches, its term) pairs: the two are one tensor in memory."""
+    return [(call, operands(call)[0]) for call in graph.calls_of(ACCUMULATE)]
+
+
 @dataclass
 class _Op:
     tensors: list[tuple[Slot, tuple[tuple[str, ...], ...]]]  # each with the factors of its dims
@@ -71,7 +78,7 @@ class _Atoms:
     def __post_init__(self) -> None:
         for value in self.graph.values():
             self._add(value, type_of(value))
-        self._tie(linked_gradients(self.graph))
+        self._tie([*linked_gradients(self.graph), *_summed_terms(self.graph)])
         for node in self.graph.calls():
             if find_rule(node.target) is None:
                 continue
@@ -84,7 +91,8 @@ class _Atoms:
         self.users[slot] = []
 
     def _tie(self, pairs: list[tuple[fx.Node, fx.Node]]) -> None:
-        """Make pairs one: where cuts do not nest, a gradient must still be factored exactly as its parameter is."""
+        """Make pairs one: where cuts do not nest, a gradient must still be factored exactly as its parameter is, and a
+        sum over microbatches as its term."""
         tied: dict[fx.Node, list[fx.Node]] = {}
         for a, b in pairs:
             joined = tied.get(a, [a]) + [v for v in tied.get(b, [b]) if v not in tied.get(a, [a])]
