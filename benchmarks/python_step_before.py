@@ -1,6 +1,7 @@
 """Serves `benchmarks.python_step` for the first checkouts that it is compared with, as 7391cca: their executors have
 other names and arguments, and their kernels' references stand where a GPU would launch. No pipelines: those had
-executors of their own. Not imported: it runs in a process of its own, whose shardc is the checkout's.
+executors of their own. It runs in a process of its own, whose shardc and benchmarks are the checkout's, and so can
+import nothing of `python_step`: what the two share stands in both.
 """
 
 from __future__ import annotations

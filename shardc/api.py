@@ -527,13 +527,13 @@ class Program(PredictedProgram):
         names, own_batch = [p.name for p in self.reference.inputs if p.role == "input"], batch is None
         batch = self.sample if own_batch else batch
         state = dict(params) if params is not None else model_state(self.model, self.reference)
-        given = batch_inputs(batch, names, self.plan.get("batch")) if batch is not None else {}
-        if batch is None or (own_batch and any(value.is_meta for value in given.values())):
-            given = drawn_batch(self.reference, self.plan.get("split", ()))
+        rows = batch_inputs(batch, names, self.plan.get("batch")) if batch is not None else {}
+        if batch is None or (own_batch and any(value.is_meta for value in rows.values())):
+            rows = drawn_batch(self.reference, self.plan.get("split", ()))
         own = {**self.constants, **self.optimizer_state(), **self.learning_rates()}
         key = torch.tensor(step_key(self.plan.get("seed", 0), 0))  # that of a run's first step
         own |= {port.name: key for port in self.reference.inputs if port.role == "seed"}
-        found = complete_inputs(self.reference, {**own, **state, **given}, seed=0)
+        found = complete_inputs(self.reference, {**own, **state, **rows}, seed=0)
         check = IndexCheck(self.reference)
         for feed in feeds(self.reference, found):
             check(feed)

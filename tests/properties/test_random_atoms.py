@@ -67,9 +67,9 @@ def cases(draw: st.DrawFn) -> tuple[Shape, dict[str, Any]]:
     blocks = [n for n in (2, 3, 4) if shape.width % n == 0 and shape.width > n]
 
     def placed(dims: int) -> str:
-        at = draw(st.integers(0, dims - 1))
+        sharded_dim = draw(st.integers(0, dims - 1))
         axis = draw(st.sampled_from(("dp", *(f"{n}*dp" for n in blocks))))
-        return ", ".join(axis if dim == at else "-" for dim in range(dims))
+        return ", ".join(axis if dim == sharded_dim else "-" for dim in range(dims))
 
     parameters = Layers(shape).named_parameters()
     plan: dict[str, Any] = {"params": {name: placed(p.ndim) for name, p in parameters if draw(st.booleans())}}
@@ -99,7 +99,7 @@ def test_graphs_of_a_step_agree_in_their_types(case: tuple[Shape, dict[str, Any]
     note(f"{shape}\n{plan}")
     torch.manual_seed(0)
     model = Layers(shape)
-    made = {
+    optimizers = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-2),
     }
@@ -108,7 +108,7 @@ def test_graphs_of_a_step_agree_in_their_types(case: tuple[Shape, dict[str, Any]
             model,
             {"x": torch.randn(24 * 6, shape.width)},
             plan=plan,
-            optimizer=None if kind is None else made[kind](model.parameters()),
+            optimizer=None if kind is None else optimizers[kind](model.parameters()),
         )
     except ShardcError as refused:
         codes = {d.code for d in refused.diagnostics}

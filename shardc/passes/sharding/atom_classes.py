@@ -102,9 +102,9 @@ class Classes:
         for node, k in self._uses.get(value, []):
             if info(node).phase == "opt":  # a parameter is updated piece by piece
                 continue
-            piece, casted = project(node).operands[k][atom], project(node).results[0]
-            if narrows(node) and piece in casted:  # and computed with through its cast
-                uses += [(reader, i, casted.index(piece)) for reader, i in self._uses.get(node, [])]
+            piece, cast = project(node).operands[k][atom], project(node).results[0]
+            if narrows(node) and piece in cast:  # and computed with through its cast
+                uses += [(reader, i, cast.index(piece)) for reader, i in self._uses.get(node, [])]
             else:  # a cast too, where the atoms of the two do not nest
                 uses.append((node, k, atom))
         always_whole = all(
