@@ -14,7 +14,7 @@ from torch import fx
 
 from shardc.ir.blocks import Blocks
 from shardc.ir.diagnostic import Diagnostic, ShardcError, error
-from shardc.ir.graph import Graph, info, operands, type_of
+from shardc.ir.graph import KEY, Graph, info, operands, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.verify import violations
 from shardc.passes.base import Check, Pass
@@ -61,6 +61,7 @@ from shardc.passes.verify import ENSURES, PRESERVES
 from shardc.plan.context import Context
 from shardc.rules.notation import Notation, RuleError, fit
 from shardc.rules.registry import find_rule, result_shapes, rule_of
+from shardc.torch_compat import args_of, kwargs_of, target_of
 
 DimCut = tuple[str, int, tuple[int, ...]]  # an input, one of its dims, the sizes it is factored into
 Watch = Callable[[Pass, Graph, float], None]  # after each pass, with the seconds it took
@@ -189,8 +190,11 @@ def _contents(graph: Graph) -> list[object]:
     """All that checks read of a graph. None of it is changed in place: another value is another object."""
     contents: list[object] = [*graph.inputs, *graph.outputs, *graph.mesh.axes, graph.microbatches, graph.halves]
     contents += (*graph.seeds, *graph.seeds.values())
-    for node in graph.fx.nodes:
-        contents += (node, node.target, node.args, node.kwargs, node.meta.get("shardc"))
+    nodes = list(graph.fx.nodes)
+    contents += nodes
+    for read in (target_of, args_of, kwargs_of):
+        contents += map(read, nodes)
+    contents += [node.meta.get(KEY) for node in nodes]
     return contents
 
 

@@ -33,6 +33,7 @@ from shardc.cost.decomposed import decomposed_cost
 from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, attention_tiles, node_flops
 from shardc.ir.arena import views
 from shardc.ir.attention_rings import SO_FAR
+from shardc.ir.collectives import KINDS as COLLECTIVE_KINDS
 from shardc.ir.collectives import Collective, collective
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
 from shardc.ir.group_axes import axes_used_twice
@@ -45,7 +46,8 @@ from shardc.ir.ops.local import axis_offset
 from shardc.ir.ops.scaled import turned
 from shardc.ir.overlap_schedule import sums_gradients
 from shardc.ir.schema import given
-from shardc.ir.storages import Layouts, Operand, layouts, unread_bytes, yields
+from shardc.ir.storages import Layouts, Operand, frozen, layouts, unread_bytes, yields
+from shardc.torch_compat import args_of
 
 Kind = Literal[
     "product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "host copy", "view"
@@ -106,11 +108,26 @@ class _Costs:
 
     def all(self) -> dict[fx.Node, CallCost]:
         costs: dict[fx.Node, CallCost] = {}
+        equal: dict[Any, CallCost] = {}  # the cost of the first of equal calls, of which a graph has many
         for node in self.graph.calls():
             if self.cache is not None:
                 self.cached = self._use(node, self.cache)
-            costs[node] = self._called(node, self.of(node)) if self.calls.first else self.of(node)
+            if op_name(node.target) in BY_OTHERS:
+                cost = self.of(node)
+            else:
+                key = self._decides(node)
+                cost = equal.get(key) or equal.setdefault(key, self.of(node))
+            costs[node] = self._called(node, cost) if self.calls.first else cost
         return costs
+
+    def _decides(self, node: fx.Node) -> Any:
+        """What the cost of a call depends on that is computed by itself: its op, arguments and operands, how much of
+        them the cache has, and of its results the types and which of them have memory of their own."""
+        args, storage_of, made = args_of(node), self.layouts.storages, yields(node)
+        arguments = tuple([frozen(arg, self.layouts.operands) for arg in (*args, *node.kwargs.values())])
+        results = tuple([(id(type_of(v)), position, storage_of[v].value is v) for v, position in made])
+        types = tuple([id(type_of(value)) for value in operands(node)])
+        return id(node.target), arguments, tuple(node.kwargs), types, results, self.cached
 
     def _called(self, node: fx.Node, cost: CallCost) -> CallCost:
         """A call's cost with what calling takes on a CPU, by what the calls before it have left in the caches."""
@@ -344,6 +361,8 @@ def _values(argument: Any) -> list[fx.Node]:
     return [v for item in argument for v in _values(item)] if isinstance(argument, (list, tuple)) else []
 
 
+# Calls whose own arguments do not say all that they cost: who reads the results counts, or which tiles ranks have.
+BY_OTHERS = frozenset((*COLLECTIVE_KINDS, *map(op_name, HOST_COPIES), *RINGS, *ROWS, *PARTS))
 PUT_TOGETHER = frozenset((*RINGS, *ROWS, *PARTS))  # attention that is computed in tiles (`ir.ops.attention_tiles`)
 ATTENTION = frozenset(
     (

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import fx
 
@@ -91,29 +91,52 @@ def collectives(graph: Graph) -> list[Collective]:
     ]
 
 
+def what_moves(graph: Graph) -> list[tuple[_Moved, int]]:
+    """Of every collective, in program order, what it moves, and how often it runs."""
+    microbatch_nodes = in_microbatch(graph)
+    pairs = [(node, _moved(graph, node)) for node in graph.calls()]
+    return [(m, graph.microbatches if node in microbatch_nodes else 1) for node, m in pairs if m is not None]
+
+
 def collective(graph: Graph, node: fx.Node) -> Collective | None:
     """What a call communicates; None when it is no collective."""
+    moved = _moved(graph, node)
+    if moved is None:
+        return None
+    about = info(node)
+    return Collective(
+        moved.kind,
+        moved.axes,
+        moved.op,
+        sent(moved.kind, moved.payload, moved.group),
+        about.phase,
+        about.name,
+        str(about.cause),
+        moved.payload,
+        about.source,
+        moved.group,
+        fqn=about.fqn,
+    )
+
+
+class _Moved(NamedTuple):
+    """Of a collective what its call alone says: as `Collective` has it, with the size of its group."""
+
+    kind: CollectiveKind
+    axes: Axes
+    op: str
+    payload: int
+    group: int
+
+
+def _moved(graph: Graph, node: fx.Node) -> _Moved | None:
     kind = KINDS.get(op_name(node.target))
     if kind is None:
         return None
     args = given(node)
     axes: Axes = tuple(args["axes"])
     group = graph.mesh.size(axes)
-    payload = _payload(graph, kind, args, node, group)
-    about = info(node)
-    return Collective(
-        kind,
-        graph.mesh.merged(axes),
-        args.get("op", ""),
-        sent(kind, payload, group),
-        about.phase,
-        about.name,
-        str(about.cause),
-        payload,
-        about.source,
-        group,
-        fqn=about.fqn,
-    )
+    return _Moved(kind, graph.mesh.merged(axes), args.get("op", ""), _payload(graph, kind, args, node, group), group)
 
 
 def sent(kind: CollectiveKind, payload: int, group: int) -> int:

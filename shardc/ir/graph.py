@@ -25,7 +25,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.provenance import NO_CAUSE, Cause, Derivation, Requirement
 from shardc.ir.types import Axes, TensorType
 from shardc.ir.units import Units
-from shardc.torch_compat import add_node
+from shardc.torch_compat import add_node, args_of, kwargs_of
 
 KEY = "shardc"
 Phase = Literal["fwd", "bwd", "opt"]
@@ -197,8 +197,8 @@ class Graph:
 
     def append_copy(self, node: fx.Node, table: dict[fx.Node, fx.Node]) -> fx.Node:
         """Add a copy of another graph's node at the end. `table` has the copies of its operands, and then its own."""
-        args = fx.map_arg(node.args, table.__getitem__)
-        kwargs = fx.map_arg(node.kwargs, table.__getitem__) if node.kwargs else {}
+        args = fx.map_arg(args_of(node), table.__getitem__)
+        kwargs = fx.map_arg(kwargs_of(node), table.__getitem__) if kwargs_of(node) else {}
         table[node] = copied = add_node(self.fx, node.op, node.target, args, kwargs, node.name)
         copied.meta.update(node.meta)
         return copied
@@ -329,13 +329,13 @@ FIELD_VALUES = operator.attrgetter(*FIELDS)
 def operands(node: fx.Node) -> list[fx.Node]:
     """Tensor operands in order of appearance in args then kwargs, lists flattened, repeats kept."""
     collected: list[fx.Node] = []
-    for arg in node.args:
+    for arg in args_of(node):
         if type(arg) is fx.Node:
             collected.append(arg)
         elif type(arg) not in LITERALS:
             _collect(arg, collected)
-    if node.kwargs:
-        for arg in node.kwargs.values():
+    if kwargs := kwargs_of(node):
+        for arg in kwargs.values():
             _collect(arg, collected)
     return collected
 

@@ -51,8 +51,7 @@ class Atom:
 
     def uneven(self, mesh: Mesh) -> bool:
         """Does some rank hold padding?"""
-        ranks = math.prod(mesh.size(a) for a in self.axes)
-        return any(block.uneven(ranks) for block in blocks_of(self.size))
+        return _uneven(self.size, self.axes, mesh)
 
     def surplus(self, mesh: Mesh) -> bool:
         """Does some rank hold what a sum over all ranks must not count: padding, or a copy of a whole block?"""
@@ -61,6 +60,12 @@ class Atom:
 
     def __str__(self) -> str:
         return str(self.size) + (f"@{'.'.join(self.axes)}" if self.axes else "")
+
+
+@lru_cache(maxsize=4096)
+def _uneven(size: int, axes: Axes, mesh: Mesh) -> bool:
+    ranks = math.prod(mesh.size(a) for a in axes)
+    return any(block.uneven(ranks) for block in blocks_of(size))
 
 
 @lru_cache(maxsize=4096)
@@ -199,6 +204,8 @@ class TensorType:
 
     def uneven_atoms(self, mesh: Mesh) -> list[int]:
         """Flat positions of the atoms that hold padding on some rank: not rows of a ragged type, which have a tail."""
+        if not self.is_sharded:
+            return []
         bound = self.bound_atoms
         return [i for i, a in enumerate(self.atoms) if a.axes and a.uneven(mesh) and i not in bound]
 

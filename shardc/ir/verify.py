@@ -17,10 +17,11 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from shardc.ir.graph import Graph, ValueInfo, info, op_name
+from shardc.ir.graph import KEY, Graph, ValueInfo, info, op_name
 from shardc.ir.microbatch import crossing
 from shardc.ir.schema import find_op, schema_of, yields_one_tensor
 from shardc.ir.types import TensorType
+from shardc.torch_compat import args_of, inputs_of
 
 INPUT_ROLES = {"param", "buffer", "input", "seed", "share", "state", "hyper", "value", "sum"}
 OUTPUT_ROLES = {"loss", "grad", "output", "param", "buffer", "state", "value", "sum"}
@@ -34,7 +35,7 @@ VALUES: dict[str, tuple[type, ...]] = {
     # torch's dtypes, layouts and memory formats are ints to a schema
     "int": (int, torch.dtype, torch.layout, torch.memory_format),
 }
-Test = Callable[[Any], bool]
+Kind = type | frozenset["Kind"]
 
 
 # Of a graph the axes of its mesh, and of its nodes what checks of single nodes have read that held. Nothing of it is
@@ -58,7 +59,8 @@ def violations(graph: Graph) -> list[str]:
     ]
     if not faults:
         axes, held = _held[graph]
-        _held[graph] = (axes, {node: changed.get(node) or held[node] for node in _nodes(graph)})
+        held = {node: changed.get(node) or held[node] for node in _nodes(graph)} if held else changed
+        _held[graph] = (axes, held)
     return faults
 
 
@@ -71,16 +73,16 @@ def _changed(graph: Graph) -> dict[fx.Node, tuple[object, ...]]:
     for node in graph.fx.nodes:
         if node.op == "output":
             continue
-        known, about = held.get(node), node.meta.get("shardc")
+        known, about = held.get(node), node.meta.get(KEY)
         # One comparison after the other: there are hundreds of thousands of them.
         if (
             known is None
             or known[0] is not about
-            or known[1] is not node.args
+            or known[1] is not args_of(node)
             or known[2] is not node.target
             or known[3] is not node.kwargs
         ):
-            changed[node] = (about, node.args, node.target, node.kwargs)
+            changed[node] = (about, args_of(node), node.target, node.kwargs)
     return changed
 
 
@@ -88,17 +90,18 @@ def formed(graph: Graph, nodes: Collection[fx.Node] | None = None) -> list[str]:
     """Every node is an input, a call of an op of ours or aten's, a getitem of one, or the one output at the end; of
     some `nodes`, or of all."""
     faults: list[str] = []
-    last = next(iter(reversed(graph.fx.nodes)), None)
-    if last is None or last.op != "output" or not isinstance(last.args[0], list | tuple):
+    order = list(graph.fx.nodes)
+    if not order or order[-1].op != "output" or not isinstance(order[-1].args[0], list | tuple):
         return ["V0 the graph does not end in an output of a tuple"]
-    calls = False
-    for node in graph.fx.nodes:
-        if node.op == "output" and node is not last:
-            faults.append(f"V0 {node.name} is an output before the end")
-        if node.op != "placeholder":
-            calls = True
-        elif calls:
-            faults.append(f"V0 {node.name} is an input after a call")
+    kinds = [node.op for node in order]
+    inputs = kinds.count("placeholder")
+    if "output" in kinds[:-1] or "placeholder" in kinds[inputs:]:
+        first = next(index for index, kind in enumerate(kinds) if kind != "placeholder")
+        for index, node in enumerate(order[:-1]):
+            if node.op == "output":
+                faults.append(f"V0 {node.name} is an output before the end")
+            if node.op == "placeholder" and index > first:
+                faults.append(f"V0 {node.name} is an input after a call")
     for node in _nodes(graph) if nodes is None else nodes:
         if node.op not in ("placeholder", "call_function"):
             faults.append(f"V0 {node.name} is a {node.op}")
@@ -137,7 +140,10 @@ def types_sound(graph: Graph, nodes: Collection[fx.Node] | None = None) -> list[
 
 def names_unique(graph: Graph) -> list[str]:
     """No two nodes have one name, none has none."""
-    counts = Counter(info(node).name for node in _nodes(graph))
+    names = [info(node).name for node in _nodes(graph)]
+    if len(set(names)) == len(names) and all(names):
+        return []
+    counts = Counter(names)
     return [f"the name {name!r} is {count} nodes'" for name, count in counts.items() if count > 1 or not name]
 
 
@@ -163,11 +169,9 @@ def arguments_fit(calls: Iterable[fx.Node]) -> list[str]:
     """Every call gives its op's schema what it asks for, tensors where it says Tensor and there alone."""
     faults: list[str] = []
     for node in calls:
-        args = node.args
-        if not node.kwargs:
-            required, tests = _positional(node.target)
-            if required <= len(args) <= len(tests) and all(map(_passes, tests, args)):
-                continue  # most calls: nothing by name, nothing left out
+        args = args_of(node)
+        if not node.kwargs and _fit(node.target, tuple(map(_kind, args))):
+            continue  # most calls: nothing by name, nothing left out
         names = [name for name, _, _ in _arguments(node.target)]
         bound = dict(zip(names, args, strict=False)) | dict(node.kwargs)
         if len(args) > len(names) or not set(node.kwargs) <= set(names[len(args) :]):
@@ -177,7 +181,7 @@ def arguments_fit(calls: Iterable[fx.Node]) -> list[str]:
             if name not in bound:
                 if required:
                     faults.append(f"{info(node).name}: {op_name(node.target)} lacks {name!r}")
-            elif not _test_of(kind)(bound[name]):
+            elif not _is(_kind(bound[name]), kind):
                 faults.append(f"{info(node).name}: {name!r} is {bound[name]!r}, the schema wants {kind}")
     return faults
 
@@ -185,16 +189,19 @@ def arguments_fit(calls: Iterable[fx.Node]) -> list[str]:
 def ordered(graph: Graph) -> list[str]:
     """Values are defined before they are used; calls of several results are used through getitems alone."""
     faults: list[str] = []
-    defined: set[fx.Node] = set()
+    tensors, several = set[fx.Node](), set[fx.Node]()  # what is defined: values of one tensor, calls of several
     for node in graph.fx.nodes:
-        getitem = node.target is operator.getitem
-        for value in node.all_input_nodes:
-            if value not in defined:
-                faults.append(f"{_name(node)} uses {value.name} before it is defined")
-            elif getitem is (info(value).type is not None):
-                how = f"takes a result of {info(value).name}, a tensor" if getitem else f"uses {info(value).name} whole"
-                faults.append(f"{_name(node)} {how}")
-        defined.add(node)
+        read, getitem = inputs_of(node), node.target is operator.getitem
+        if not (several if getitem else tensors).issuperset(read):
+            for value in read:
+                if value not in tensors and value not in several:
+                    faults.append(f"{_name(node)} uses {value.name} before it is defined")
+                elif getitem is (value in tensors):
+                    name = info(value).name
+                    how = f"takes a result of {name}, a tensor" if getitem else f"uses {name} whole"
+                    faults.append(f"{_name(node)} {how}")
+        if node.op != "output":
+            (tensors if info(node).type is not None else several).add(node)
     return faults
 
 
@@ -268,31 +275,28 @@ def _arguments(op: OpOverload) -> tuple[tuple[str, str, bool], ...]:
     return tuple((a.name, str(a.type), not a.has_default_value()) for a in schema_of(op).arguments)
 
 
-@lru_cache(maxsize=4096)
-def _positional(op: OpOverload) -> tuple[int, tuple[Test, ...]]:
-    """How many of a schema's arguments a call must give, up to the last that it must; and the tests of all."""
+@lru_cache(maxsize=65536)
+def _fit(op: OpOverload, kinds: tuple[Kind, ...]) -> bool:
+    """Do positional arguments of such kinds fit a schema, and leave none out that has no default?"""
     arguments = _arguments(op)
     required = max((i + 1 for i, (_, _, required) in enumerate(arguments) if required), default=0)
-    return required, tuple([_test_of(kind) for _, kind, _ in arguments])
+    given = zip(arguments, kinds, strict=False)
+    return required <= len(kinds) <= len(arguments) and all(_is(kind, wanted) for (_, wanted, _), kind in given)
 
 
-def _passes(test: Test, value: Any) -> bool:
-    return test(value)
+def _kind(value: Any) -> Kind:
+    """The class of an argument; of a list the classes of its items."""
+    return frozenset(map(_kind, value)) if isinstance(value, list | tuple) else type(value)
 
 
-@lru_cache(maxsize=4096)
-def _test_of(kind: str) -> Test:
-    """Is a value of the schema's type? Types that graphs hold little of (generators, storages) are not looked at."""
-    if kind.startswith("Optional["):
-        value_test = _test_of(kind.removeprefix("Optional[").removesuffix("]"))
-        return lambda value: value is None or value_test(value)
-    if kind.startswith("List["):
-        item_test = _test_of(kind.removeprefix("List[").removesuffix("]"))
-        # `int[2] stride` takes one int for both, and so on.
-        return lambda value: all(map(item_test, value)) if isinstance(value, list | tuple) else item_test(value)
-    if kind == "Tensor":
-        return lambda value: isinstance(value, TENSORS)
-    types = VALUES.get(kind)
+def _is(kind: Kind, wanted: str) -> bool:
+    """Is an argument what a schema says? Types that graphs hold little of (generators, storages) are not looked at."""
+    if wanted.startswith("Optional["):
+        return kind is type(None) or _is(kind, wanted.removeprefix("Optional[").removesuffix("]"))
+    if wanted.startswith("List["):  # `int[2] stride` takes one int for both, and so on
+        item = wanted.removeprefix("List[").removesuffix("]")
+        return all(_is(each, item) for each in kind) if isinstance(kind, frozenset) else _is(kind, item)
+    types = TENSORS if wanted == "Tensor" else VALUES.get(wanted)
     if types is None:
-        return lambda value: not isinstance(value, fx.Node)
-    return lambda value: isinstance(value, types)
+        return isinstance(kind, frozenset) or not issubclass(kind, fx.Node)
+    return not isinstance(kind, frozenset) and issubclass(kind, types)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import fx
 
 from kernels_triton.base.buckets import starts
 from shardc.cost.memory import memory
-from shardc.ir.collectives import collectives as all_collectives
+from shardc.ir.collectives import what_moves
 from shardc.ir.graph import Graph, Port, info, operands, results, type_of
 from shardc.ir.ops import collectives
 from shardc.ir.ops.accumulate import ACCUMULATE
@@ -30,6 +32,7 @@ from shardc.passes.sharding.settle_partials import produced
 from shardc.passes.verify_groups import groups_agree
 from shardc.rules.projection import Projection, project
 from shardc.rules.registry import find_rule
+from shardc.torch_compat import args_of, inputs_of, kwargs_of
 
 Comparison = Callable[[Graph, Graph], list[str]]  # of a graph before a pass and after it
 
@@ -37,11 +40,20 @@ Comparison = Callable[[Graph, Graph], list[str]]  # of a graph before a pass and
 # Of a call the projection that its atoms agree with. As long as `project` gives the same, the call, its rule and the
 # atoms of its tensors are the same too.
 _nested: WeakKeyDictionary[fx.Node, Projection] = WeakKeyDictionary()
-# Of the calls of a graph what a check has read that held. As long as all of it is the same, it is not made again. By
-# graphs and not by nodes, which what is read would keep.
-Held = WeakKeyDictionary[Graph, dict[fx.Node, list[object]]]
-_results_held: Held = WeakKeyDictionary()
-_operands_held: Held = WeakKeyDictionary()
+
+
+@dataclass
+class _Held:
+    """What a check has read of calls of a graph that held. As long as all of it is the same, it is not made again; nor
+    of calls of equal `contents`, of which equal layers have many."""
+
+    read: dict[fx.Node, list[object]] = field(default_factory=dict[fx.Node, list[object]])
+    contents: set[object] = field(default_factory=set[object])
+
+
+# By graphs and not by nodes, which what is read would keep.
+_results_held: WeakKeyDictionary[Graph, _Held] = WeakKeyDictionary()
+_operands_held: WeakKeyDictionary[Graph, _Held] = WeakKeyDictionary()
 
 
 def atoms_nest(graph: Graph) -> list[str]:
@@ -78,7 +90,8 @@ def atoms_nest(graph: Graph) -> list[str]:
 def results_follow_rules(graph: Graph) -> list[str]:
     """V3: every result is what the rule yields from the assignment; no blocked piece is split."""
     faults: list[str] = []
-    for node, before in _changed(graph, _results_held):
+    held = _results_held.setdefault(graph, _Held())
+    for node, content in _changed(graph, held):
         projection = project(node)
         split = split_of(node, projection)
         wrong: list[str] = []
@@ -91,7 +104,9 @@ def results_follow_rules(graph: Graph) -> list[str]:
             if want != type_of(value):
                 wrong.append(f"V3 {info(value).name} is {type_of(value)}, its rule yields {want}")
         if not wrong:
-            _results_held[graph][node] = before
+            held.contents.add(content)
+        else:
+            del held.read[node]
         faults += wrong
     return faults
 
@@ -99,7 +114,8 @@ def results_follow_rules(graph: Graph) -> list[str]:
 def operands_match(graph: Graph) -> list[str]:
     """V4: operands are as their op demands; pending sums reach linear operands, a sum's all or a product's one."""
     faults: list[str] = []
-    for node, before in _changed(graph, _operands_held):
+    held = _operands_held.setdefault(graph, _Held())
+    for node, content in _changed(graph, held):
         wrong: list[str] = []
         for value, need in zip(operands(node), operand_types(node), strict=True):
             if type_of(value) != need:
@@ -112,7 +128,9 @@ def operands_match(graph: Graph) -> list[str]:
             if not (joint or single_operand):
                 wrong.append(f"V4 {info(node).name} is not linear in what is pending over {axis}")
         if not wrong:
-            _operands_held[graph][node] = before
+            held.contents.add(content)
+        else:
+            del held.read[node]
         faults += wrong
     return faults
 
@@ -123,18 +141,17 @@ def outputs_as_asked(graph: Graph) -> list[str]:
     for port, value, want in zip(graph.outputs, graph.output_values, output_types(graph), strict=True):
         if type_of(value) != want:
             faults.append(f"V5 {port.name} is {type_of(value)}, asked for {want}")
-    for node in graph.calls():
-        if node.target in collectives.COLLECTIVES and info(node).constant:
-            faults.append(f"V5 {info(node).name} communicates a constant")
+    for target in collectives.COLLECTIVES:
+        for node in graph.calls_of(target):
+            if info(node).constant:
+                faults.append(f"V5 {info(node).name} communicates a constant")
     return faults
 
 
 def buckets_match(graph: Graph) -> list[str]:
     """Each packed tensor goes through one collective and is unpacked once, completely, in the layout of the pack."""
     faults: list[str] = []
-    for pack in graph.calls():
-        if pack.target is not PACK:
-            continue
+    for pack in graph.calls_of(PACK):
         args, name = given(pack), info(pack).name
         readers = list(pack.users)
         moved = readers[0] if len(readers) == 1 else None
@@ -210,9 +227,9 @@ def same_interface(before: Graph, after: Graph) -> list[str]:
 def collectives_in_order(before: Graph, after: Graph) -> list[str]:
     """A pass that only makes kernels adds no collective and moves none past another: ranks meet as they did. One whose
     result nothing reads any more may go (a gather for a call that a kernel makes of what it has already)."""
-    was, now = (
-        [(c.kind, c.axes, c.op, c.payload_bytes, c.times) for c in all_collectives(graph)] for graph in (before, after)
-    )
+    was, now = map(what_moves, (before, after))
+    if was == now:
+        return []
     remaining = iter(was)
     if all(collective in remaining for collective in now):
         return []
@@ -221,9 +238,32 @@ def collectives_in_order(before: Graph, after: Graph) -> list[str]:
 
 def same_calls(before: Graph, after: Graph) -> list[str]:
     """A pass that moves calls keeps each as it is."""
-    was, now = ({info(node).name: (node.target, repr(node.args)) for node in g.calls()} for g in (before, after))
-    changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    was, now = ({info(node).name: node for node in graph.calls()} for graph in (before, after))
+    changed = [name for name in {**was, **now} if name not in was or name not in now or not _same(was[name], now[name])]
     return [f"not the same calls: {', '.join(sorted(changed)[:5])}"] if changed else []
+
+
+def _same(call: fx.Node, other: fx.Node) -> bool:
+    """Do two calls of graphs do the same with values of the same names?"""
+    return (
+        call.target is other.target
+        and _alike(args_of(call), args_of(other))
+        and _alike(kwargs_of(call), kwargs_of(other))
+    )
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is fx.Node:
+        return info(a).name == info(b).name
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+    return bool(a == b) or repr(a) == repr(b)  # nan, too
 
 
 def same_but_for_copies(before: Graph, after: Graph) -> list[str]:
@@ -276,20 +316,41 @@ def _ruled(graph: Graph) -> list[fx.Node]:
     ]
 
 
-def _changed(graph: Graph, checks: Held) -> list[tuple[fx.Node, list[object]]]:
-    """Calls with a rule, as above, and what is read of them and of their tensors, but for those of which all that is
-    what the check has read of them. None of it is changed in place: another value is another object."""
-    changed: list[tuple[fx.Node, list[object]]] = []
-    held = checks.setdefault(graph, {})
+def _changed(graph: Graph, held: _Held) -> Iterator[tuple[fx.Node, object]]:
+    """Calls with a rule, as above, with their contents, but for those that are known to hold; and `held` has what is
+    read of each. None of it is changed in place: another value is another object."""
     for node in _ruled(graph):
-        read: list[object] = [node.target, node.args, node.kwargs, *map(info, node.all_input_nodes), info(node)]
+        read: list[object] = [node.target, args_of(node), kwargs_of(node), *map(info, inputs_of(node)), info(node)]
         for value in node.users:
             if value.target is operator.getitem:
-                read += (value.args, info(value))
-        known = held.get(node)
-        if known is None or len(known) != len(read) or not all(map(operator.is_, known, read)):
-            changed.append((node, read))
-    return changed
+                read += (args_of(value), info(value))
+        known = held.read.get(node)
+        if known is not None and len(known) == len(read) and all(map(operator.is_, known, read)):
+            continue
+        held.read[node] = read
+        content = _content(node)
+        if content not in held.contents:  # by now: the caller adds those that it finds to hold
+            yield node, content
+
+
+def _content(node: fx.Node) -> object:
+    """All of a call that the checks of its operands and results go by, as a key: names are not in it, nor what it is
+    read by."""
+    about = info(node)
+    tensors = {value: (k, info(value).type, info(value).constant) for k, value in enumerate(inputs_of(node))}
+
+    def frozen(argument: Any) -> object:
+        if type(argument) is fx.Node:
+            return tensors[argument]
+        if isinstance(argument, list | tuple):
+            return tuple(map(frozen, argument))
+        if isinstance(argument, dict):
+            return tuple((name, frozen(item)) for name, item in argument.items())
+        return type(argument), argument  # 1, 1.0 and True are equal
+
+    made = tuple(None if value is None else type_of(value) for value in results(node))
+    called = id(node.target), frozen(args_of(node)), frozen(kwargs_of(node))
+    return called, about.results, about.assignment, about.passes, made
 
 
 ENSURES: dict[str, tuple[Check, ...]] = {

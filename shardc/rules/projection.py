@@ -27,6 +27,7 @@ from shardc.ir.graph import info, operands, results, type_of
 from shardc.ir.types import Axes, TensorType
 from shardc.rules.notation import FactorRule, Labels, Linear
 from shardc.rules.registry import rule_of
+from shardc.torch_compat import args_of, kwargs_of
 
 Piece = int  # an index into Projection.sizes
 AtomSizes = tuple[tuple[int, ...], ...]  # of one tensor, a dim each
@@ -89,15 +90,15 @@ def project(node: fx.Node) -> Projection:
     unchanged = (
         cached is not None
         and cached.target is node.target
-        and cached.args is node.args
-        and cached.kwargs is node.kwargs
+        and cached.args is args_of(node)
+        and cached.kwargs is kwargs_of(node)
     )
     ins = cached.operands if cached is not None and unchanged else operands(node)
     sizes = tuple([t.sizes for t in (*map(type_of, ins), *result_types(node))])
     if cached is not None and unchanged and cached.sizes == sizes:
         return cached.projection
     projection = _overlay(rule_of(node), sizes)
-    _known[node] = _Known(node.target, node.args, node.kwargs, sizes, ins, projection)
+    _known[node] = _Known(node.target, args_of(node), kwargs_of(node), sizes, ins, projection)
     return projection
 
 

@@ -11,15 +11,16 @@ from torch import fx
 
 import shardc
 from examples.llama import llama
-from shardc.cost.call_seconds import KINDS, CallCost, call_costs
+from shardc.cost.call_seconds import KINDS, CallCost, _Costs, call_costs
 from shardc.cost.flops import node_flops
 from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.graph import Graph, Port, ValueInfo, results, set_info, type_of
-from shardc.ir.hardware import Hardware
+from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.attention_rows import SDPA_ROWS
 from shardc.ir.ops.host_copies import ENDS
 from shardc.ir.schema import given
+from shardc.ir.storages import layouts
 from shardc.ir.types import TensorType
 from shardc.plan.hardware import named
 from shardc.rules import all_rules
@@ -63,6 +64,23 @@ def graph_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Gr
                 set_info(values[-1], ValueInfo(f"y{index}", type))
     graph.output(tuple(values))
     return Graph(graph, Mesh(one=1), inputs, [Port("output", f"y{i}") for i in range(len(values))]), node
+
+
+@pytest.mark.parametrize("hardware", [FLAT, named("h200-nvlink"), DEFAULT], ids=["flat", "h200", "default"])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_call_costs_what_it_costs_by_itself(hardware: Hardware, fuse: bool) -> None:
+    """The costs of a graph, in which equal calls are looked at once, are those of its calls one by one."""
+    plan = {"params": {"**.q_proj.weight": "tp, -"}, "inputs": {"*": "dp, -"}, "fuse": fuse}
+    body = shardc.compile(*llama(layers=3), mesh="dp=2,tp=2", plan=plan).body
+    known, one_by_one = layouts(body), dict[fx.Node, CallCost]()
+    costs = _Costs(body, hardware, body.mesh, known)
+    for node in body.calls():
+        if costs.cache is not None:
+            costs.cached = costs._use(node, costs.cache)
+        cost = costs.of(node)
+        one_by_one[node] = costs._called(node, cost) if costs.calls.first else cost
+    assert call_costs(body, hardware, known=known) == one_by_one
+    assert len({id(cost) for cost in call_costs(body, hardware).values()}) < len(one_by_one) or costs.calls.first
 
 
 @pytest.mark.parametrize("rule", WITH_EXAMPLES, ids=lambda rule: str(rule.op))

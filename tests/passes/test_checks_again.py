@@ -15,10 +15,18 @@ from shardc.ir.graph import Graph, info, type_of, update
 from shardc.passes.sharding.settle_partials import SINK, SOURCE, _Network
 from shardc.passes.verify import operands_match, results_follow_rules
 
-PLAN: Any = {"inputs": {"*": "dp, -"}, "params": {"0.weight": "tp, -", "2.weight": "-, tp"}}
+PLAN: Any = {"inputs": {"*": "dp, -"}, "params": {"**.0.weight": "tp, -", "**.2.weight": "-, tp"}}
 
 
-def test_a_call_that_has_changed_is_checked_again() -> None:
+def _blocks(count: int) -> nn.Module:
+    """Layers of which each calls the same as the next."""
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 8, bias=False)) for _ in range(count))
+    )
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_call_that_has_changed_is_checked_again(layers: int) -> None:
     seen: list[str] = []
 
     def watch(pass_: Any, graph: Graph, _seconds: float) -> None:
@@ -43,10 +51,53 @@ def test_a_call_that_has_changed_is_checked_again() -> None:
             assert not operands_match(graph)
             assert not results_follow_rules(graph)
 
-    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 8, bias=False))
     loss = lambda output, _batch: output.square().mean()  # noqa: E731
-    shardc.compile(model, torch.randn(4, 8), mesh="dp=2,tp=2", plan=PLAN, loss=loss, watch=watch)
-    assert len(seen) > 3
+    shardc.compile(_blocks(layers), torch.randn(4, 8), mesh="dp=2,tp=2", plan=PLAN, loss=loss, watch=watch)
+    assert len(seen) > 3 * layers
+
+
+def test_arguments_count_among_equal_calls() -> None:
+    """Of equal layers one takes a softmax over the dim that ranks share."""
+    seen: list[str] = []
+
+    def watch(pass_: Any, graph: Graph, _seconds: float) -> None:
+        if pass_.name == "combine":
+            for call in [call for call in graph.calls() if call.target is torch.ops.aten._softmax.default]:
+                before = call.args
+                assert before[1] == 1
+                call.args = (before[0], 0, *before[2:])
+                faults = [*results_follow_rules(graph), *operands_match(graph)]
+                assert any(info(call).name in fault for fault in faults), info(call).name
+                call.args = before
+                assert not results_follow_rules(graph)
+                seen.append(info(call).name)
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Softmax(1)) for _ in range(3)))
+    loss = lambda output, _batch: output.square().mean()  # noqa: E731
+    shardc.compile(model, torch.randn(4, 8), mesh="dp=2", plan={"inputs": {"*": "dp, -"}}, loss=loss, watch=watch)
+    assert len(seen) == 3
+
+
+def test_a_contradiction_in_one_of_many_equal_calls_is_found() -> None:
+    """A check that starts anew looks at a call which is not as those before it, whatever differs."""
+    changes: list[dict[str, Any]] = []
+
+    def watch(pass_: Any, graph: Graph, _seconds: float) -> None:
+        if pass_.name != "combine":
+            return
+        for node in [node for node in graph.calls() if info(node).fqn.startswith("2.") and info(node).assignment]:
+            about = info(node)
+            for change in ({"assignment": ()}, {"passes": ("tp",)}, {"passes": ()}):
+                update(node, **change)
+                anew = graph.copy()
+                if any(getattr(about, name) != value for name, value in change.items()):
+                    changes.append(change)
+                    assert results_follow_rules(anew) or operands_match(anew), (about.name, change)
+                update(node, assignment=about.assignment, passes=about.passes)
+
+    loss = lambda output, _batch: output.square().mean()  # noqa: E731
+    shardc.compile(_blocks(3), torch.randn(4, 8), mesh="dp=2,tp=2", plan=PLAN, loss=loss, watch=watch)
+    assert len({tuple(change) for change in changes}) == 2
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -14,10 +14,14 @@ from torch import Tensor
 import shardc
 from benchmarks.measured_models import SIZES, Decoder, Sizes
 from shardc.cost.beside import beside
+from shardc.cost.flops import COUNTS
 from shardc.cost.memory import memory
-from shardc.ir.graph import info
+from shardc.ir.collectives import KINDS
+from shardc.ir.graph import info, op_name
 from shardc.ir.overlap_schedule import sums_gradients
 from shardc.ir.parse import parse
+from shardc.ir.verify import violations
+from shardc.passes.communication import late_gradients
 from shardc.passes.communication.late_gradients import LateGradients
 from shardc.passes.verify import same_calls
 from shardc.runtime.oracle.simulate import simulate
@@ -139,6 +143,23 @@ def test_casts_of_reduced_gradients_hold_up_no_product(zero: int) -> None:
     assert sum(not row.products for row in found) < sum(not row.products for row in was) == len(was)
     for one, other in zip(results_of(late), results_of(before), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_an_order_that_takes_no_less_time_is_not_taken(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the graph, or of the copy in which casts of reduced gradients run later."""
+    precision = {"precision": {"compute": compute, "master": "fp32", "reduce": compute}}
+    plan = {"mesh": "dp=2, tp=2", **BATCH, **precision, "bucket": False}
+    taken = small(SMALL, plan)
+    monkeypatch.setattr(late_gradients, "device_seconds", lambda *_: 1.0)
+    not_taken = small(SMALL, plan)
+    orders = [_products_and_sums(p) for p in (taken, not_taken, replanned(not_taken, overlap=OFF))]
+    assert orders[0] != orders[1] == orders[2]
+    assert violations(not_taken.body) == []
+
+
+def _products_and_sums(program: shardc.Program) -> list[str]:
+    return [info(node).name for node in program.body.calls() if op_name(node.target) in COUNTS.keys() | KINDS.keys()]
 
 
 def test_with_symbols_the_order_does_not_depend_on_sizes() -> None:

@@ -61,9 +61,13 @@ class LateGradients(Pass):
     by_time: bool = True
 
     def run(self, graph: Graph) -> Graph:
-        return self._behind_collectives(_casts_late(graph)) if self.enabled else graph
+        if not self.enabled:
+            return graph
+        order = _casts_late(graph)
+        return self._behind_collectives(graph if order is None else _copied(graph, order), copied=order is not None)
 
-    def _behind_collectives(self, graph: Graph) -> Graph:
+    def _behind_collectives(self, graph: Graph, *, copied: bool) -> Graph:
+        """A copy with products put off, or the graph; one that is `copied` already is changed itself."""
         early, inside, _ = sections(graph)
         nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
         order = sorted(nodes, key=lambda node: 0 if node in early else 1 if node in inside else 2)
@@ -83,14 +87,16 @@ class LateGradients(Pass):
         placed = _placed(order, movable, assigned.behind())
         if placed == order:
             return graph
-        later, same = _copied(graph)
-        for node in placed:
-            later.output_node.prepend(same[node])
         if not self.by_time:
-            return later
-        moved_costs = {same[node]: cost for node, cost in costs.items()}
+            return _ordered(graph, placed) if copied else _copied(graph, placed)
         before = device_seconds(graph, costs, self.hardware, listed)
-        return later if device_seconds(later, moved_costs, self.hardware) < before else graph
+        if copied:
+            later = device_seconds(_ordered(graph, placed), costs, self.hardware)
+            return graph if later < before else _ordered(graph, nodes)
+        table: dict[fx.Node, fx.Node] = {}
+        moved = _copied(graph, placed, table)
+        later = device_seconds(moved, {table[node]: cost for node, cost in costs.items()}, self.hardware)
+        return moved if later < before else graph
 
 
 def _counted(graph: Graph, node: fx.Node) -> CallCost:
@@ -100,15 +106,16 @@ def _counted(graph: Graph, node: fx.Node) -> CallCost:
     return CallCost("product", 1.0) if op_name(node.target) in COUNTS else NOTHING
 
 
-def _casts_late(graph: Graph) -> Graph:
-    """Casts and views of reduced gradients run where the optimizer reads them, or last: backward waits for none."""
+def _casts_late(graph: Graph) -> list[fx.Node] | None:
+    """The calls in the order in which casts and views of reduced gradients run where the optimizer reads them, or last:
+    backward waits for none. None where they do."""
     waiting = {node for node in graph.calls() if sums_gradients(node)}
     casts = set[fx.Node]()
     for node in graph.fx.nodes:
         if node.target in PASS_ON and any(value in casts or value in waiting for value in node.all_input_nodes):
             casts.add(node)
     if all(node.target is operator.getitem for node in casts):
-        return graph
+        return None
     nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
     placed: list[fx.Node] = []
 
@@ -126,18 +133,20 @@ def _casts_late(graph: Graph) -> Graph:
     for node in nodes:
         if node in casts:
             place(node)
-    if placed == nodes:
-        return graph
-    graph, same = _copied(graph)
-    for node in placed:
-        graph.output_node.prepend(same[node])
+    return None if placed == nodes else placed
+
+
+def _copied(graph: Graph, order: Sequence[fx.Node], table: dict[fx.Node, fx.Node] | None = None) -> Graph:
+    """A copy with its calls in an order. `table` is given the copy of each node."""
+    table = {} if table is None else table
+    return _ordered(graph.copy(table), [table[node] for node in order])
+
+
+def _ordered(graph: Graph, order: Sequence[fx.Node]) -> Graph:
+    """The graph, its calls in an order."""
+    for node in order:
+        graph.output_node.prepend(node)
     return graph
-
-
-def _copied(graph: Graph) -> tuple[Graph, dict[fx.Node, fx.Node]]:
-    """A copy, and its nodes by those that they are copies of."""
-    copy = graph.copy()
-    return copy, dict(zip(graph.fx.nodes, copy.fx.nodes, strict=True))
 
 
 @dataclass(frozen=True)

@@ -88,10 +88,10 @@ class _Walk:
         values = operands(node)
         for piece, axes in split.items() if entry.padding != "unread" else ():
             kind = projection.reduces.get(piece)
-            reduced_away = any(
-                piece not in r for r, v in zip(projection.results, results(node), strict=True) if v is not None
-            )
-            if kind is None or not reduced_away or not Atom(projection.sizes[piece], axes).surplus(mesh):
+            if kind is None or not Atom(projection.sizes[piece], axes).surplus(mesh):
+                continue
+            made = zip(projection.results, results(node), strict=True)
+            if all(piece in pieces for pieces, value in made if value is not None):
                 continue
             for i, pieces in enumerate(projection.operands):
                 if piece not in pieces:
@@ -109,7 +109,8 @@ class _Walk:
                 for atom in type_of(value).uneven_atoms(mesh):
                     if atom not in self.zero.get(values[i], ()):
                         values[i] = self._mask_pad(node, values[i], atom, 0.0)
-        replace_operands(node, values)
+        if values != operands(node):
+            replace_operands(node, values)
 
     def _mask_pad(self, node: fx.Node, value: fx.Node, atom: int, fill: float, copies: bool = False) -> fx.Node:
         type = type_of(value)
