@@ -4,6 +4,7 @@
     calls        ops with a meaning; dtypes, shapes, placements    passes.type_check, SC410
     step         the body takes and returns what the reference does, with nothing pending
     stages       lists proved; parts, transfers and ends fit       partition.staged_check, schedule.prove
+                 calls of all stages, as those of one graph        partition.joined_stages
     data         constants, and the record of what was asked for, are of the kinds that `compile` writes
 
 What a type cannot say is whether the body computes what the reference does, of the same types: `Program.verify` runs
@@ -24,6 +25,7 @@ from shardc.ir.hardware import problems_of
 from shardc.ir.microbatch import GIVEN
 from shardc.ir.parse import parse as read
 from shardc.ir.program import SHOWN, PlanRecord, Program, refuse_unsound
+from shardc.partition.joined_stages import joined_faults
 from shardc.partition.staged_check import bound_faults, stage_faults
 from shardc.partition.staged_program import StagedProgram
 from shardc.passes.normalize.limit_experts import LOAD, limits_differ
@@ -44,8 +46,9 @@ def refuse_false(program: Program, staged: StagedProgram) -> None:
     graphs = {"body": body, "reference": reference, **{name: g for name, g in numbered.items() if g is not body}}
     refuse_unsound(graphs)
     faults: list[Fault] = []
+    in_stages = {graph for stage in staged.stages for graph in (*stage.parts.values(), *stage.gathers.values())}
     for graph in graphs.values():
-        faults += type_faults(graph)
+        faults += [] if graph in in_stages and graph is not body else type_faults(graph)
         if len(faults) >= SHOWN:
             break
     faults += single_faults(reference) + step_faults(reference)
@@ -58,6 +61,8 @@ def refuse_false(program: Program, staged: StagedProgram) -> None:
     if not proof.ok:
         raise ShardcError(*proof.errors[:SHOWN])
     _refuse(stage_faults(staged))
+    if staged.axis:
+        _refuse(joined_faults(staged))
 
 
 def parse(text: str, filename: str = "<text>") -> Graph:

@@ -4,9 +4,9 @@
     Send x1#2 -> 1, 128 B                     of its bytes
     stage 1 forward     reads   x1            of the same type
 
-Each graph's own types are `passes.type_check`'s. Here: every value and sum has one type wherever it goes, what a part
-reads and makes is what its ports say, an input of the step is one everywhere, and each output of the step is returned
-by some rank, as the body types it.
+What calls compute is checked by `joined_stages`, of all stages together. Here: every value and sum has one type
+wherever it goes, what a part reads and makes is what its ports say, an input of the step is one everywhere, and each
+output of the step is returned by some rank, as the body types it.
 """
 
 from __future__ import annotations

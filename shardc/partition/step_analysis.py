@@ -142,6 +142,7 @@ class StepAnalysis:
                     call, unit_of, readers, units_of_name.get(self._unit_name(call), [])
                 )
         self._move_to_readers(unit_of)
+        self._move_to_kept_values(unit_of)
         return unit_of
 
     @cached_property
@@ -219,6 +220,26 @@ class StepAnalysis:
                 and elsewhere
                 and sum(map(size, dict.fromkeys(read))) <= sum(map(size, result_values(call)))
             ):
+                unit_of[call] = target
+
+    def _move_to_kept_values(self, unit_of: dict[fx.Node, int]) -> None:
+        """Move backward calls that depend on no gradient to the unit of their readers, if other calls of backward there
+        read the same values of forward: keys that a ring moves, neighbours' rows. A later unit may have these values
+        too, and would send what it makes of them.
+        """
+        sources: dict[fx.Node, set[fx.Node]] = {}  # by such a call: the values of forward that it depends on
+        for call in self.calls:
+            if call in self.backward and call not in self.recomputed:
+                read = [(value, _producing_call(value)) for value in operands(call)]
+                # The gradient of the loss by itself is a constant of backward.
+                if all(info(source).phase != "bwd" or source in sources for _, source in read):
+                    sources[call] = {value for v, source in read for value in sources.get(source, {v})}
+        gradients = self.backward - sources.keys()
+        for call in reversed(sources):
+            users = {user for value in result_values(call) for user in value.users if user in unit_of}
+            target = max((unit_of[user] for user in users), default=unit_of[call])
+            kept = (any(unit_of.get(u) == target for u in value.users if u in gradients) for value in sources[call])
+            if target < unit_of[call] and all(kept):
                 unit_of[call] = target
 
     def _unit_name(self, call: fx.Node) -> str:

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir.graph import info, results, type_of
+from shardc.ir.graph import info, producer, results, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.halo import HALO, HALO_SUM, NEIGHBOUR_ROWS
 from shardc.ir.ops.local import mask_pad
 from shardc.ir.ops.windows import MEAN_ANEW, SHIFT_POSITIONS, WIDEN
 from shardc.ir.schema import given
 from shardc.ir.types import Axes, TensorType
+from shardc.passes.kernel_rows import KERNELS, counted_axes
 from shardc.rules.halo import with_rows
 from shardc.rules.window import WINDOWED, Windowed
 
@@ -182,7 +183,8 @@ def _halo_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
 
 
 def _filled(x: fx.Node, dim: int, fill: float, mesh: Mesh) -> bool:
-    """Is what pads a dim of rows filled? Of an input of a graph it is not known."""
+    """Is what pads a dim of rows filled? Of an input of a graph it is not known; of a kernel, that it can know the rows
+    that there are."""
     type = type_of(x)
     start = sum(map(len, type.dims[:dim]))
     uneven = {i for i in range(start, start + len(type.dims[dim])) if type.atoms[i].uneven(mesh)}
@@ -190,6 +192,9 @@ def _filled(x: fx.Node, dim: int, fill: float, mesh: Mesh) -> bool:
         if x.target is mask_pad and given(x)["fill"] == fill:
             uneven.discard(given(x)["pos"])
         x = given(x)["x"]
+    call = producer(x)[0]
+    if call.target in KERNELS and counted_axes(call).issuperset(axis for i in uneven for axis in type.atoms[i].axes):
+        return True
     return not uneven or x.op == "placeholder"
 
 

@@ -26,11 +26,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from kernels_triton.generated.op import FUSED
-from kernels_triton.match.op import OPS as TEMPLATES
 from shardc.ir.attention_parts import SOFTMAX, merge_faults, pack_faults, split_faults, weigh_faults
 from shardc.ir.blocks import Blocks
-from shardc.ir.graph import info, operands, producer, type_of
+from shardc.ir.graph import info, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE
@@ -64,17 +62,18 @@ from shardc.passes.carried_states import CARRIED_FAULTS
 from shardc.passes.cumulative_rows import CUMULATIVE_FAULTS
 from shardc.passes.exchanged_rows import counts_faults, move_faults
 from shardc.passes.halo_rows import HALO_FAULTS, PlainCall, plain_call
+from shardc.passes.kernel_rows import KERNELS, counted_axes
 from shardc.passes.scan_parts import PARTS, SCAN_PARTS, scan_faults
 from shardc.passes.scan_parts import stands_for as scan_of
 from shardc.passes.sharding.lower_reshards import transposition
 from shardc.passes.shifted_rows import SHIFT_FAULTS
+from shardc.passes.verify_groups import GROUPED
 from shardc.rules.notation import Dims, RuleError
 from shardc.rules.pick import pick_faults
 from shardc.rules.projection import Projection, overlay
 from shardc.rules.registry import MASKS, OpRule, find_rule, fit_call, notation_of
 from shardc.rules.window import WINDOWED
 
-KERNELS: frozenset[Any] = frozenset((FUSED, *TEMPLATES.values()))
 SAME: frozenset[Any] = frozenset((ACCUMULATE, *HOST_COPIES))  # results are as all operands are, pending or not
 aten = torch.ops.aten
 FINITE: frozenset[Any] = frozenset((aten.clamp_min.default, aten.clamp.default))
@@ -571,29 +570,13 @@ def _unchanged(node: fx.Node, result_types: Sequence[TensorType | None], mesh: M
     return [f"yields {type}, the result says {result_types[0]}" for type in read if type != result_types[0]]
 
 
-def _counted(node: fx.Node) -> set[str]:
-    """The axes along which a rank knows its place, by numbers that a call reads: what masks padding lies over them."""
-    axes, todo, visited = set[str](), [node], set[fx.Node]()
-    while todo:
-        for value in operands(todo.pop()):
-            call = producer(value)[0]
-            if type_of(value).atoms or call.op != "call_function" or call in visited:
-                continue
-            visited.add(call)
-            if call.target is local.axis_offset:
-                axes |= {*given(call)["axes"]}
-            else:
-                todo.append(call)
-    return axes
-
-
 def _kernel(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
     read = list(map(type_of, operands(node)))
     pending = {reduction for type in read for reduction in type.partial}
     lies = {axis for type in read for axis in type.axes} | {axis for axis, _ in pending}
     results = [type for type in result_types if type is not None]
     if any(not type.axes | type.partial_axes <= lies for type in results):
-        lies |= _counted(node)
+        lies |= counted_axes(node)
     faults = [f"makes {t} of what lies over {sorted(lies)}" for t in results if not t.axes | t.partial_axes <= lies]
     # A softmax's own maximum goes (see above). Terms that a view lays side by side, one a rank, are no sum any more.
     side_by_side = {axis for type in results for atom in type.atoms if atom.local(mesh) == 1 for axis in atom.axes}
@@ -632,3 +615,12 @@ _HANDLERS: Mapping[Any, _Handler] = {
     **dict.fromkeys(KERNELS, _kernel),
 }
 MEANT: frozenset[Any] = frozenset(_HANDLERS)  # the ops of ours that a program may hold without a rule
+# Calls of which it counts where their operands come from, and who reads their results, over more than one call.
+LINKED: frozenset[Any] = frozenset(
+    (
+        *(NEXT_KEYS, REACH_ROWS, REACH_SUM, SUM_KEYS, *BY_ROWS),
+        *(MERGE_LSE, MERGE_PARTS, WEIGH_PART, PACK_PART, SPLIT_PARTS, *STANDS_FOR),
+        *(*HALO_FAULTS, *SHIFT_FAULTS, *CARRIED_FAULTS, *CUMULATIVE_FAULTS, *SCAN_PARTS),
+        *GROUPED,
+    )
+)

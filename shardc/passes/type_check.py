@@ -21,6 +21,8 @@ from torch import fx
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, info, op_name, type_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.host_copies import HOST_COPIES
+from shardc.ir.schema import given
 from shardc.ir.types import DTYPE_NAMES, TensorType
 from shardc.passes.infer_placement import MEANT, placement_faults
 from shardc.passes.infer_types import Local, UnfitOperandsError, results_of
@@ -61,11 +63,32 @@ def type_faults(graph: Graph) -> list[Fault]:
     for node in graph.placeholders:
         if wrong := _too_large(type_of(node), graph.mesh):
             faults.append(Fault(graph.name, wrong, node))
-    for node in graph.calls():
+    faults += copy_faults(graph)
+    plain = without_copies(graph)
+    for node in plain.calls():
         faults += [Fault(graph.name, line, node) for line in _call_faults(node, graph.mesh)]
     if not faults:  # it takes the types of members to be right
-        faults += [Fault(graph.name, line) for line in (*buckets_match(graph), *groups_agree(graph))]
+        faults += [Fault(graph.name, line) for line in (*buckets_match(plain), *groups_agree(plain))]
     return faults
+
+
+def copy_faults(graph: Graph) -> list[Fault]:
+    """The faults in the types of copies to the host and back."""
+    copies = (node for node in graph.calls() if node.target in HOST_COPIES)
+    return [Fault(graph.name, line, node) for node in copies for line in _call_faults(node, graph.mesh)]
+
+
+def without_copies(graph: Graph) -> Graph:
+    """A graph in which whoever reads a copy to the host, or back from there, reads what was copied; the graph itself
+    where there is none. Where a value comes from does not depend on where it lies in between."""
+    if not any(node.target in HOST_COPIES for node in graph.calls()):
+        return graph
+    plain = graph.copy()
+    for node in reversed(list(plain.calls())):
+        if node.target in HOST_COPIES:  # `begin` copies its first operand, and `end` is what its `begin` has made
+            node.replace_all_uses_with(next(iter(given(node).values())))
+            plain.fx.erase_node(node)
+    return plain
 
 
 def step_faults(graph: Graph) -> list[Fault]:

@@ -14,10 +14,13 @@ import yaml
 import shardc
 from shardc import Program, ShardcError
 from shardc.compiler.program_check import RECORD, parse
+from shardc.ir.graph import operands, producer
+from shardc.ir.ops.experts import GROUP_ROWS
+from shardc.ir.ops.host_copies import BEGIN_OFFLOAD
 from shardc.ir.program import PlanRecord
 from tests.models.zoo import MODELS, Model
 from tests.properties.file_mutants import forged
-from tests.properties.test_file_fuzz import base
+from tests.properties.test_file_fuzz import Routed, base
 
 Content = dict[str, Any]
 
@@ -253,6 +256,21 @@ def test_a_kernel_that_drops_a_pending_sum_is_refused() -> None:
     call["results"], statistics["type"] = [wanted], wanted
     with pytest.raises(ShardcError, match="loses what is pending: sum dp"):
         Program.from_json(forged(program.to_json(), content))
+
+
+def test_rows_are_known_that_lie_on_the_host_in_between() -> None:
+    """Backward sends rows to their experts by the grouping of forward, which it brings from the host."""
+    model, x = Routed(), torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(1))
+    placed = {
+        "mesh": "ep=2",
+        "inputs": {"x": "ep"},
+        "params": {"experts.*": "ep"},
+        "experts": {"dispatch": "all_to_all"},
+    }
+    program = shardc.compile(model, x, plan={**placed, "offload": {"activations": "all", "least": 1}})
+    copied = [operands(call)[0] for call in program.body.calls_of(BEGIN_OFFLOAD)]
+    assert any(producer(value)[0].target is GROUP_ROWS for value in copied)
+    assert Program.from_json(program.to_json()).verify(x, params=dict(model.named_parameters())).ok
 
 
 @pytest.mark.parametrize(

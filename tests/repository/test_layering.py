@@ -108,7 +108,8 @@ FLOORS: list[dict[str, str]] = [
             fusion.lowering.common fusion.lowering.concat_slice fusion.lowering.functions fusion.lowering.group_norms
             fusion.lowering.integers fusion.lowering.lower_op fusion.lowering.lowered_op fusion.lowering.lowering_cache
             fusion.lowering.padding fusion.lowering.quotients fusion.lowering.reductions fusion.lowering.softmaxes
-            fusion.lowering.special fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types memory
+            fusion.lowering.special fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types
+            kernel_rows memory
             memory.copy_schedule memory.offload memory.offload_states memory.recompute memory.recompute_choice
             memory.recompute_liveness memory.rerun_cost merge_updates normalize normalize.affine_positions
             normalize.decompositions normalize.decompositions.batch_norm normalize.decompositions.canonical
@@ -129,7 +130,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.partition": """
             __init__ balance checkpoint_bytes cross_stage_buffers cut extract_subgraph fused_costs gather_hoisting
-            memory memory_walk microbatch_sums prediction program_counter rank_costs same_cut same_state
+            joined_stages memory memory_walk microbatch_sums prediction program_counter rank_costs same_cut same_state
             split_backward stage_arena stage_offload stage_parts stage_recompute staged_check staged_program
             step_analysis step_epilogue transfer_report
         """,

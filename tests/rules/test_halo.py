@@ -15,10 +15,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import shardc
-from shardc.ir.graph import Graph, op_name
+from kernels_triton.generated.op import FUSED
+from shardc.ir.graph import Graph, op_name, operands, producer
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.halo import HALO, HALO_SUM, NEIGHBOUR_ROWS
+from shardc.ir.ops.local import axis_offset
 from shardc.ir.parse import parse
 from shardc.ir.text import print_graph
 from shardc.passes.type_check import type_faults
@@ -287,6 +289,21 @@ def test_a_wrong_exchange_is_refused(name: str) -> None:
     assert not type_faults(body)
     change(next(node for node in body.calls() if node.target is target))
     assert type_faults(body)
+
+
+def test_padding_may_be_masked_by_a_kernel_that_knows_its_rank() -> None:
+    program = compiled(
+        Convs(C1(3, 4, 3, padding=1), C1(4, 4, 3, padding=1)), (2, 3, 4097), "sp=2", "-, -, sp", fuse=True
+    )
+    halos = [node for node in program.body.calls() if node.target is HALO]
+    masked = [node for node in halos if producer(node.args[0])[0].target is FUSED]  # type: ignore[arg-type]
+    assert masked
+    assert program.verify().ok
+    assert not type_faults(program.body)
+    kernel = producer(masked[0].args[0])[0]  # type: ignore[arg-type]
+    (offset,) = (value for value in operands(kernel) if value.target is axis_offset)
+    offset.args = ([], [])  # of no axis: on every rank the same
+    assert any("puts what pads" in fault.message for fault in type_faults(program.body))
 
 
 # ------------------------------------------------------------------------------------------------ ops
