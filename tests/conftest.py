@@ -5,6 +5,7 @@ import gc
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -92,13 +93,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a module leaves is set aside too: traces and programs that tests share come to ten million objects, which a
-    collection looks at for many seconds. Libraries are left as they were."""
+    """What a module's own functions remember goes with it, and what else it leaves is set aside: traces and programs
+    that tests share come to millions of objects, which a collection looks at for seconds; so does a compile that
+    fails, for caches that remember its tensors. Libraries are left as they were."""
     if nextitem is None or nextitem.path != item.path:
+        _forget(item.module)  # type: ignore[attr-defined]
         gc.collect()
         gc.freeze()
         if replaced := library_state.left_replaced():
             pytest.fail(f"{item.path.name} leaves {', '.join(replaced)} replaced in other tests", pytrace=False)
+
+
+def _forget(module: ModuleType) -> None:
+    """Empty the caches of a module's functions, but not of those that it has imported: other modules have them too."""
+    for value in list(vars(module).values()):
+        if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
+            value.cache_clear()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ the rank that has most counts; routing of experts is taken to be balanced.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -31,6 +31,7 @@ from shardc.cost.aten_kernels import COPIES, LAUNCHES, READS, REDUCTIONS, ROW_HE
 from shardc.cost.cache import Cache
 from shardc.cost.decomposed import decomposed_cost
 from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, attention_tiles, node_flops
+from shardc.cost.product_shapes import PRODUCT_SHAPES
 from shardc.ir.arena import views
 from shardc.ir.attention_rings import SO_FAR
 from shardc.ir.collectives import KINDS as COLLECTIVE_KINDS
@@ -47,7 +48,7 @@ from shardc.ir.ops.scaled import turned
 from shardc.ir.overlap_schedule import sums_gradients
 from shardc.ir.schema import given
 from shardc.ir.storages import Layouts, Operand, frozen, layouts, unread_bytes, yields
-from shardc.torch_compat import args_of
+from shardc.torch_compat import args_of, kwargs_of
 
 Kind = Literal[
     "product", "attention", "scan", "elementwise", "reduction", "copy", "fused", "collective", "host copy", "view"
@@ -112,22 +113,22 @@ class _Costs:
         for node in self.graph.calls():
             if self.cache is not None:
                 self.cached = self._use(node, self.cache)
-            if op_name(node.target) in BY_OTHERS:
+            if op_name(node.target) in NOT_SHARED:
                 cost = self.of(node)
             else:
-                key = self._decides(node)
+                key = self._cost_key(node)
                 cost = equal.get(key) or equal.setdefault(key, self.of(node))
             costs[node] = self._called(node, cost) if self.calls.first else cost
         return costs
 
-    def _decides(self, node: fx.Node) -> Any:
-        """What the cost of a call depends on that is computed by itself: its op, arguments and operands, how much of
-        them the cache has, and of its results the types and which of them have memory of their own."""
-        args, storage_of, made = args_of(node), self.layouts.storages, yields(node)
-        arguments = tuple([frozen(arg, self.layouts.operands) for arg in (*args, *node.kwargs.values())])
-        results = tuple([(id(type_of(v)), position, storage_of[v].value is v) for v, position in made])
-        types = tuple([id(type_of(value)) for value in operands(node)])
-        return id(node.target), arguments, tuple(node.kwargs), types, results, self.cached
+    def _cost_key(self, node: fx.Node) -> Any:
+        """All that the cost of a call depends on whose cost follows from the call alone."""
+        arguments = (*args_of(node), *kwargs_of(node).items())
+        lies = frozen(arguments, self.layouts.operands)
+        places = dict[fx.Node, int]()  # an operand that is read twice is another than two
+        read = tuple([(places.setdefault(v, len(places)), id(type_of(v))) for v in operands(node)])
+        own = tuple([(id(type_of(v)), at, self.layouts.storages[v].value is v) for v, at in yields(node)])
+        return id(node.target), lies, read, own, self.cached
 
     def _called(self, node: fx.Node, cost: CallCost) -> CallCost:
         """A call's cost with what calling takes on a CPU, by what the calls before it have left in the caches."""
@@ -361,8 +362,8 @@ def _values(argument: Any) -> list[fx.Node]:
     return [v for item in argument for v in _values(item)] if isinstance(argument, (list, tuple)) else []
 
 
-# Calls whose own arguments do not say all that they cost: who reads the results counts, or which tiles ranks have.
-BY_OTHERS = frozenset((*COLLECTIVE_KINDS, *map(op_name, HOST_COPIES), *RINGS, *ROWS, *PARTS))
+# Costed one by one: a collective's cost names its value, and its stream depends on who reads that.
+NOT_SHARED = frozenset((*COLLECTIVE_KINDS, *map(op_name, HOST_COPIES), *RINGS, *ROWS, *PARTS))
 PUT_TOGETHER = frozenset((*RINGS, *ROWS, *PARTS))  # attention that is computed in tiles (`ir.ops.attention_tiles`)
 ATTENTION = frozenset(
     (
@@ -370,39 +371,3 @@ ATTENTION = frozenset(
         *("shardc.sdpa_keys_bwd", *PUT_TOGETHER),
     )
 )
-Shape = tuple[int, ...]
-Product = tuple[int, int, int, int]  # batch, rows, columns, depth
-
-
-def _convolution(a: Mapping[str, Any], rows_of: Shape, channels: int, depth_of: Shape) -> Product:
-    """groups x [batch * positions, channels of a group's results] x [taps * channels of its operand]."""
-    groups = a["groups"]
-    return groups, rows_of[0] * math.prod(rows_of[2:]), max(1, channels // groups), math.prod(depth_of[1:])
-
-
-PRODUCT_SHAPES: Mapping[str, Callable[[Mapping[str, Any], Shape], Product]] = {
-    "mm": lambda a, y: (1, y[0], y[1], a["self"][1]),
-    "bmm": lambda a, y: (y[0], y[1], y[2], a["self"][2]),
-    "addmm": lambda a, y: (1, y[0], y[1], a["mat1"][1]),
-    "baddbmm": lambda a, y: (y[0], y[1], y[2], a["batch1"][2]),
-    "mv": lambda a, y: (1, a["self"][0], 1, a["self"][1]),
-    "dot": lambda a, y: (1, 1, 1, a["self"][0]),
-    "vdot": lambda a, y: (1, 1, 1, a["self"][0]),
-    "shardc.linear": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["x"][-1]),
-    "shardc.linear_bias": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["x"][-1]),
-    "shardc.linear_dgrad": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["g"][-1]),
-    "shardc.linear_wgrad": lambda a, y: (1, a["g"][-1], a["x"][-1], math.prod(a["g"][:-1])),
-    "shardc.scaled_linear": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["x"][-1]),
-    "shardc.scaled_linear_dgrad": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["g"][-1]),
-    "shardc.scaled_linear_wgrad": lambda a, y: (1, a["g"][-1], a["x"][-1], math.prod(a["g"][:-1])),
-    "shardc.scaled_mm": lambda a, y: (1, y[0], y[1], a["a"][1]),
-    "shardc.accumulate_wgrad": lambda a, y: (1, a["g"][-1], a["x"][-1], math.prod(a["g"][:-1])),
-    "shardc.grouped_mm": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["a"][-1]),
-    "shardc.grouped_mm_wgrad": lambda a, y: (1, a["a"][-1], a["g"][-1], math.prod(a["a"][:-1])),
-    "shardc.expert_mm": lambda a, y: (1, math.prod(y[:-1]), y[-1], a["a"][-1]),
-    "shardc.expert_wgrad": lambda a, y: (1, a["a"][-1], a["g"][-1], math.prod(a["a"][:-1])),
-    "convolution": lambda a, y: _convolution(a, a["input"] if a["transposed"] else y, a["weight"][0], a["weight"]),
-    "convolution_backward": lambda a, y: _convolution(
-        a, a["input"] if a["transposed"] else a["grad_output"], a["weight"][0], a["weight"]
-    ),
-}

@@ -91,7 +91,17 @@ def collectives(graph: Graph) -> list[Collective]:
     ]
 
 
-def what_moves(graph: Graph) -> list[tuple[_Moved, int]]:
+class Moved(NamedTuple):
+    """Of a collective what its call alone says: as `Collective` has it, with the size of its group."""
+
+    kind: CollectiveKind
+    axes: Axes
+    op: str
+    payload: int
+    group: int
+
+
+def what_moves(graph: Graph) -> list[tuple[Moved, int]]:
     """Of every collective, in program order, what it moves, and how often it runs."""
     microbatch_nodes = in_microbatch(graph)
     pairs = [(node, _moved(graph, node)) for node in graph.calls()]
@@ -119,24 +129,14 @@ def collective(graph: Graph, node: fx.Node) -> Collective | None:
     )
 
 
-class _Moved(NamedTuple):
-    """Of a collective what its call alone says: as `Collective` has it, with the size of its group."""
-
-    kind: CollectiveKind
-    axes: Axes
-    op: str
-    payload: int
-    group: int
-
-
-def _moved(graph: Graph, node: fx.Node) -> _Moved | None:
+def _moved(graph: Graph, node: fx.Node) -> Moved | None:
     kind = KINDS.get(op_name(node.target))
     if kind is None:
         return None
     args = given(node)
     axes: Axes = tuple(args["axes"])
     group = graph.mesh.size(axes)
-    return _Moved(kind, graph.mesh.merged(axes), args.get("op", ""), _payload(graph, kind, args, node, group), group)
+    return Moved(kind, graph.mesh.merged(axes), args.get("op", ""), _payload(graph, kind, args, node, group), group)
 
 
 def sent(kind: CollectiveKind, payload: int, group: int) -> int:

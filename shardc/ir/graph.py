@@ -28,6 +28,7 @@ from shardc.ir.units import Units
 from shardc.torch_compat import add_node, args_of, kwargs_of
 
 KEY = "shardc"
+DERIVED = "shardc.derived"
 Phase = Literal["fwd", "bwd", "opt"]
 
 
@@ -200,7 +201,7 @@ class Graph:
         args = fx.map_arg(args_of(node), table.__getitem__)
         kwargs = fx.map_arg(kwargs_of(node), table.__getitem__) if kwargs_of(node) else {}
         table[node] = copied = add_node(self.fx, node.op, node.target, args, kwargs, node.name)
-        copied.meta.update(node.meta)
+        copied.meta[KEY] = node.meta[KEY]
         return copied
 
     def finish_copy(self, other: Graph, table: Mapping[fx.Node, fx.Node]) -> None:
@@ -304,6 +305,12 @@ def update(node: fx.Node, **fields: Any) -> None:
     """Replace some fields of the node's info."""
     known = dict(zip(FIELDS, FIELD_VALUES(node.meta[KEY]), strict=True))  # `replace` takes three times as long
     node.meta[KEY] = ValueInfo(**{**known, **fields})
+
+
+def derived(node: fx.Node) -> dict[str, Any]:
+    """What was derived from a node, to be kept with it. It may refer to nodes: a dict with weak keys would then keep
+    the graph, and so itself."""
+    return node.meta.setdefault(DERIVED, {})
 
 
 def type_of(node: fx.Node) -> TensorType:

@@ -35,7 +35,7 @@ VALUES: dict[str, tuple[type, ...]] = {
     # torch's dtypes, layouts and memory formats are ints to a schema
     "int": (int, torch.dtype, torch.layout, torch.memory_format),
 }
-Kind = type | frozenset["Kind"]
+Kind = type | frozenset["Kind"]  # the class of an argument; of a list the set of its items' kinds
 
 
 # Of a graph the axes of its mesh, and of its nodes what checks of single nodes have read that held. Nothing of it is
@@ -170,7 +170,7 @@ def arguments_fit(calls: Iterable[fx.Node]) -> list[str]:
     faults: list[str] = []
     for node in calls:
         args = args_of(node)
-        if not node.kwargs and _fit(node.target, tuple(map(_kind, args))):
+        if not node.kwargs and _positional_fit(node.target, tuple(map(_kind, args))):
             continue  # most calls: nothing by name, nothing left out
         names = [name for name, _, _ in _arguments(node.target)]
         bound = dict(zip(names, args, strict=False)) | dict(node.kwargs)
@@ -181,7 +181,7 @@ def arguments_fit(calls: Iterable[fx.Node]) -> list[str]:
             if name not in bound:
                 if required:
                     faults.append(f"{info(node).name}: {op_name(node.target)} lacks {name!r}")
-            elif not _is(_kind(bound[name]), kind):
+            elif not _kind_fits(_kind(bound[name]), kind):
                 faults.append(f"{info(node).name}: {name!r} is {bound[name]!r}, the schema wants {kind}")
     return faults
 
@@ -276,26 +276,25 @@ def _arguments(op: OpOverload) -> tuple[tuple[str, str, bool], ...]:
 
 
 @lru_cache(maxsize=65536)
-def _fit(op: OpOverload, kinds: tuple[Kind, ...]) -> bool:
+def _positional_fit(op: OpOverload, kinds: tuple[Kind, ...]) -> bool:
     """Do positional arguments of such kinds fit a schema, and leave none out that has no default?"""
     arguments = _arguments(op)
     required = max((i + 1 for i, (_, _, required) in enumerate(arguments) if required), default=0)
     given = zip(arguments, kinds, strict=False)
-    return required <= len(kinds) <= len(arguments) and all(_is(kind, wanted) for (_, wanted, _), kind in given)
+    return required <= len(kinds) <= len(arguments) and all(_kind_fits(kind, wanted) for (_, wanted, _), kind in given)
 
 
 def _kind(value: Any) -> Kind:
-    """The class of an argument; of a list the classes of its items."""
     return frozenset(map(_kind, value)) if isinstance(value, list | tuple) else type(value)
 
 
-def _is(kind: Kind, wanted: str) -> bool:
+def _kind_fits(kind: Kind, wanted: str) -> bool:
     """Is an argument what a schema says? Types that graphs hold little of (generators, storages) are not looked at."""
     if wanted.startswith("Optional["):
-        return kind is type(None) or _is(kind, wanted.removeprefix("Optional[").removesuffix("]"))
+        return kind is type(None) or _kind_fits(kind, wanted.removeprefix("Optional[").removesuffix("]"))
     if wanted.startswith("List["):  # `int[2] stride` takes one int for both, and so on
         item = wanted.removeprefix("List[").removesuffix("]")
-        return all(_is(each, item) for each in kind) if isinstance(kind, frozenset) else _is(kind, item)
+        return all(_kind_fits(each, item) for each in kind) if isinstance(kind, frozenset) else _kind_fits(kind, item)
     types = TENSORS if wanted == "Tensor" else VALUES.get(wanted)
     if types is None:
         return isinstance(kind, frozenset) or not issubclass(kind, fx.Node)

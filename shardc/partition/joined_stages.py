@@ -10,8 +10,8 @@ Some checks of a call ask where its operands come from, or who reads its results
 rows lie about a rank's own, what merges a part. In the graph of a part the answer ends at a port. Here a part reads
 what the pipeline says that it is given, whichever stage makes it, and ports between parts are gone.
 
-Calls that several stages run (masks, casts of weights) are one call here where they read the same: then what one
-stage takes for its own is what another has. Needs a program in which `stage_faults` finds nothing.
+Where several stages run one call (a mask, the cast of a weight) on the same operands, it is added once, so that their
+results count as one value. Needs a program in which `stage_faults` finds nothing.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def joined_faults(program: StagedProgram) -> list[Fault]:
 
 
 def _forms(program: StagedProgram) -> list[tuple[Form, ...]]:
-    """The form of each stage's backward: all whole, all in halves; and mixed where lists run both, so that of every two
-    stages each form meets each."""
+    """The combinations of whole and halved backwards to check: all whole, all halved; and if lists run both, and some
+    call is followed across stages, enough others that each pair of stages occurs in all four."""
     count, forms = len(program.stages), (WHOLE, PARTS)
     if not program.lists.pipeline.trains:
         return [(WHOLE,) * count]
@@ -128,13 +128,13 @@ class _Joined:
     def __init__(self, body: Graph) -> None:
         self.graph = Graph(fx.Graph(), body.mesh, [], [], "all stages")
         self.graph_of: dict[fx.Node, str] = {}  # the graph that a node is of
-        self.known: dict[str, fx.Node] = {}  # calls by name
-        self.wrong: list[Fault] = []  # in which graphs disagree
+        self.call_of_name: dict[str, fx.Node] = {}  # calls by name
+        self.disagreements: list[Fault] = []  # in which graphs disagree
 
     def faults(self, sources: Sources) -> list[Fault]:
         """What is false of the calls of some parts, each of which is named with the graph that it is of."""
         self._join(sources)
-        return self.wrong or [
+        return self.disagreements or [
             fault if fault.node is None else replace(fault, graph=self.graph_of[fault.node])
             for fault in type_faults(self.graph)
         ]
@@ -167,14 +167,15 @@ class _Joined:
         return copied
 
     def _add(self, node: fx.Node, part: _Part, table: dict[fx.Node, fx.Node]) -> None:
-        """Add a call; or take the one that is there, where another stage makes the same of the same."""
+        """Add a call, unless one of its name, with the same operands and types, is there from another part: that one
+        stands for both."""
         if node.target is operator.getitem:
             self._add_result(node, part, table)
             return
         about = info(node)
-        twin = self.known.get(about.name)
+        twin = self.call_of_name.get(about.name)
         if twin is None:
-            self.known[about.name] = self._copy(node, part, table)
+            self.call_of_name[about.name] = self._copy(node, part, table)
             return
         given = [fx.map_arg(arguments, table.__getitem__) for arguments in (node.args, node.kwargs)]
         same = twin.target is node.target and repr([twin.args, twin.kwargs]) == repr(given)
@@ -195,4 +196,4 @@ class _Joined:
         table[node] = twin
         if type_of(twin) != type_of(node):
             message = f"it is {type_of(node)}, and {type_of(twin)} in @{self.graph_of[twin]}"
-            self.wrong.append(Fault(part.graph.name, message, node))
+            self.disagreements.append(Fault(part.graph.name, message, node))

@@ -25,7 +25,7 @@ from shardc.ir.ops.local import mask_pad
 from shardc.ir.ops.windows import MEAN_ANEW, SHIFT_POSITIONS, WIDEN
 from shardc.ir.schema import given
 from shardc.ir.types import Axes, TensorType
-from shardc.passes.kernel_rows import KERNELS, counted_axes
+from shardc.passes.kernel_rows import KERNELS, counted_axes, writes_fill
 from shardc.rules.halo import with_rows
 from shardc.rules.window import WINDOWED, Windowed
 
@@ -183,8 +183,8 @@ def _halo_faults(node: fx.Node, result_types: Declared, mesh: Mesh) -> list[str]
 
 
 def _filled(x: fx.Node, dim: int, fill: float, mesh: Mesh) -> bool:
-    """Is what pads a dim of rows filled? Of an input of a graph it is not known; of a kernel, that it can know the rows
-    that there are."""
+    """Is what pads a dim of rows filled? Of an input of a graph it is not known. A kernel is trusted if it reads where
+    its rank's rows begin along those axes, and writes the fill where a condition does not hold."""
     type = type_of(x)
     start = sum(map(len, type.dims[:dim]))
     uneven = {i for i in range(start, start + len(type.dims[dim])) if type.atoms[i].uneven(mesh)}
@@ -192,8 +192,8 @@ def _filled(x: fx.Node, dim: int, fill: float, mesh: Mesh) -> bool:
         if x.target is mask_pad and given(x)["fill"] == fill:
             uneven.discard(given(x)["pos"])
         x = given(x)["x"]
-    call = producer(x)[0]
-    if call.target in KERNELS and counted_axes(call).issuperset(axis for i in uneven for axis in type.atoms[i].axes):
+    (call, position), along = producer(x), {axis for i in uneven for axis in type.atoms[i].axes}
+    if call.target in KERNELS and along <= counted_axes(call) and writes_fill(call, position, fill):
         return True
     return not uneven or x.op == "placeholder"
 

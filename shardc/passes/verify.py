@@ -44,11 +44,15 @@ _nested: WeakKeyDictionary[fx.Node, Projection] = WeakKeyDictionary()
 
 @dataclass
 class _Held:
-    """What a check has read of calls of a graph that held. As long as all of it is the same, it is not made again; nor
-    of calls of equal `contents`, of which equal layers have many."""
+    """What a check has read of each call of a graph for which it held, and the contents of those calls. A call is
+    checked again only where something that was read has changed, and its contents are new: equal layers have few."""
 
     read: dict[fx.Node, list[object]] = field(default_factory=dict[fx.Node, list[object]])
     contents: set[object] = field(default_factory=set[object])
+
+    def add(self, node: fx.Node, read: list[object], content: object) -> None:
+        self.read[node] = read
+        self.contents.add(content)
 
 
 # By graphs and not by nodes, which what is read would keep.
@@ -91,7 +95,7 @@ def results_follow_rules(graph: Graph) -> list[str]:
     """V3: every result is what the rule yields from the assignment; no blocked piece is split."""
     faults: list[str] = []
     held = _results_held.setdefault(graph, _Held())
-    for node, content in _changed(graph, held):
+    for node, read, content in _changed(graph, held):
         projection = project(node)
         split = split_of(node, projection)
         wrong: list[str] = []
@@ -104,9 +108,7 @@ def results_follow_rules(graph: Graph) -> list[str]:
             if want != type_of(value):
                 wrong.append(f"V3 {info(value).name} is {type_of(value)}, its rule yields {want}")
         if not wrong:
-            held.contents.add(content)
-        else:
-            del held.read[node]
+            held.add(node, read, content)
         faults += wrong
     return faults
 
@@ -115,7 +117,7 @@ def operands_match(graph: Graph) -> list[str]:
     """V4: operands are as their op demands; pending sums reach linear operands, a sum's all or a product's one."""
     faults: list[str] = []
     held = _operands_held.setdefault(graph, _Held())
-    for node, content in _changed(graph, held):
+    for node, read, content in _changed(graph, held):
         wrong: list[str] = []
         for value, need in zip(operands(node), operand_types(node), strict=True):
             if type_of(value) != need:
@@ -128,9 +130,7 @@ def operands_match(graph: Graph) -> list[str]:
             if not (joint or single_operand):
                 wrong.append(f"V4 {info(node).name} is not linear in what is pending over {axis}")
         if not wrong:
-            held.contents.add(content)
-        else:
-            del held.read[node]
+            held.add(node, read, content)
         faults += wrong
     return faults
 
@@ -263,7 +263,7 @@ def _alike(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_alike, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
-    return bool(a == b) or repr(a) == repr(b)  # nan, too
+    return repr(a) == repr(b) if isinstance(a, float | complex) else bool(a == b)  # nan is nan, and -0.0 is not 0.0
 
 
 def same_but_for_copies(before: Graph, after: Graph) -> list[str]:
@@ -316,9 +316,9 @@ def _ruled(graph: Graph) -> list[fx.Node]:
     ]
 
 
-def _changed(graph: Graph, held: _Held) -> Iterator[tuple[fx.Node, object]]:
-    """Calls with a rule, as above, with their contents, but for those that are known to hold; and `held` has what is
-    read of each. None of it is changed in place: another value is another object."""
+def _changed(graph: Graph, held: _Held) -> Iterator[tuple[fx.Node, list[object], object]]:
+    """The calls with a rule that are not known to hold, each with what is read of it and with its contents: what the
+    caller adds to `held` of a call that holds. Nothing of it is changed in place: another value is another object."""
     for node in _ruled(graph):
         read: list[object] = [node.target, args_of(node), kwargs_of(node), *map(info, inputs_of(node)), info(node)]
         for value in node.users:
@@ -327,15 +327,15 @@ def _changed(graph: Graph, held: _Held) -> Iterator[tuple[fx.Node, object]]:
         known = held.read.get(node)
         if known is not None and len(known) == len(read) and all(map(operator.is_, known, read)):
             continue
-        held.read[node] = read
         content = _content(node)
-        if content not in held.contents:  # by now: the caller adds those that it finds to hold
-            yield node, content
+        if content in held.contents:  # asked for late: the caller adds contents between two calls
+            held.read[node] = read
+        else:
+            yield node, read, content
 
 
 def _content(node: fx.Node) -> object:
-    """All of a call that the checks of its operands and results go by, as a key: names are not in it, nor what it is
-    read by."""
+    """A key of all that V3 and V4 depend on. It holds no names, and no readers."""
     about = info(node)
     tensors = {value: (k, info(value).type, info(value).constant) for k, value in enumerate(inputs_of(node))}
 
@@ -348,9 +348,9 @@ def _content(node: fx.Node) -> object:
             return tuple((name, frozen(item)) for name, item in argument.items())
         return type(argument), argument  # 1, 1.0 and True are equal
 
-    made = tuple(None if value is None else type_of(value) for value in results(node))
+    result_types = tuple(None if value is None else type_of(value) for value in results(node))
     called = id(node.target), frozen(args_of(node)), frozen(kwargs_of(node))
-    return called, about.results, about.assignment, about.passes, made
+    return called, about.results, about.assignment, about.passes, result_types
 
 
 ENSURES: dict[str, tuple[Check, ...]] = {

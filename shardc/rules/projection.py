@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 from torch import fx
 
 from shardc.ir.blocks import Block, Blocks, aligned
-from shardc.ir.graph import info, operands, results, type_of
+from shardc.ir.graph import derived, info, operands, results, type_of
 from shardc.ir.types import Axes, TensorType
 from shardc.rules.notation import FactorRule, Labels, Linear
 from shardc.rules.registry import rule_of
@@ -78,15 +77,13 @@ class _Known:
     projection: Projection
 
 
-_known: WeakKeyDictionary[fx.Node, _Known] = WeakKeyDictionary()
-
-
 def project(node: fx.Node) -> Projection:
     """The projection of a call. KeyError when its op has no rule.
 
     Every pass and every check asks for it, so it is kept for as long as the call and its tensors' atoms are the same.
     """
-    cached = _known.get(node)
+    known = derived(node)
+    cached: _Known | None = known.get("projection")
     unchanged = (
         cached is not None
         and cached.target is node.target
@@ -98,7 +95,7 @@ def project(node: fx.Node) -> Projection:
     if cached is not None and unchanged and cached.sizes == sizes:
         return cached.projection
     projection = _overlay(rule_of(node), sizes)
-    _known[node] = _Known(node.target, args_of(node), kwargs_of(node), sizes, ins, projection)
+    known["projection"] = _Known(node.target, args_of(node), kwargs_of(node), sizes, ins, projection)
     return projection
 
 

@@ -14,7 +14,7 @@ from examples.llama import llama
 from shardc.cost.call_seconds import KINDS, CallCost, _Costs, call_costs
 from shardc.cost.flops import node_flops
 from shardc.ir.attention_rings import SO_FAR
-from shardc.ir.graph import Graph, Port, ValueInfo, results, set_info, type_of
+from shardc.ir.graph import Graph, Port, ValueInfo, results, set_info, type_of, update
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.attention_rows import SDPA_ROWS
@@ -81,6 +81,22 @@ def test_a_call_costs_what_it_costs_by_itself(hardware: Hardware, fuse: bool) ->
         one_by_one[node] = costs._called(node, cost) if costs.calls.first else cost
     assert call_costs(body, hardware, known=known) == one_by_one
     assert len({id(cost) for cost in call_costs(body, hardware).values()}) < len(one_by_one) or costs.calls.first
+
+
+def test_an_operand_that_is_read_twice_is_not_two() -> None:
+    costs: list[float] = []
+    for order in (("a", "b"), ("b", "a")):
+
+        def joined(b: Builder, order: tuple[str, ...] = order) -> fx.Node:
+            x, y = (b.input(name, "f32[4096, 64]", "input") for name in ("x", "y"))
+            pairs = {"a": [x, y], "b": [x, x]}
+            nodes = {name: b.call(name, "f32[4096, 128]", aten.cat.default, pairs[name], 1) for name in order}
+            update(y, type=type_of(x))  # one object
+            update(nodes["a"], type=type_of(nodes["b"]))
+            return nodes["b"]
+
+        costs.append(cost_of(joined).seconds)
+    assert costs[0] == costs[1] == pytest.approx(3 * 4096 * 64 * 4 / 1e12)
 
 
 @pytest.mark.parametrize("rule", WITH_EXAMPLES, ids=lambda rule: str(rule.op))

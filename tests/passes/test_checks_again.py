@@ -12,8 +12,9 @@ from torch import nn
 
 import shardc
 from shardc.ir.graph import Graph, info, type_of, update
+from shardc.ir.parse import parse
 from shardc.passes.sharding.settle_partials import SINK, SOURCE, _Network
-from shardc.passes.verify import operands_match, results_follow_rules
+from shardc.passes.verify import operands_match, results_follow_rules, same_calls
 
 PLAN: Any = {"inputs": {"*": "dp, -"}, "params": {"**.0.weight": "tp, -", "**.2.weight": "-, tp"}}
 
@@ -98,6 +99,38 @@ def test_a_contradiction_in_one_of_many_equal_calls_is_found() -> None:
     loss = lambda output, _batch: output.square().mean()  # noqa: E731
     shardc.compile(_blocks(3), torch.randn(4, 8), mesh="dp=2,tp=2", plan=PLAN, loss=loss, watch=watch)
     assert len({tuple(change) for change in changes}) == 2
+
+
+def test_a_check_that_fails_fails_again() -> None:
+    """What a check could not look at is not known to hold."""
+    seen: list[str] = []
+
+    def watch(pass_: Any, graph: Graph, _seconds: float) -> None:
+        if pass_.name == "combine":
+            call = next(call for call in graph.calls() if call.target is torch.ops.aten._softmax.default)
+            before = info(call).assignment
+            update(call, assignment=(("nonsense", ("dp",)),))
+            for check in (results_follow_rules, operands_match):
+                for _ in range(2):
+                    with pytest.raises(ValueError, match="not in tuple"):
+                        check(graph)
+                seen.append(check.__name__)
+            update(call, assignment=before)
+
+    loss = lambda output, _batch: output.square().mean()  # noqa: E731
+    model, plan = nn.Sequential(nn.Linear(8, 8), nn.Softmax(1)), {"inputs": {"*": "dp, -"}}
+    shardc.compile(model, torch.randn(4, 8), mesh="dp=2", plan=plan, loss=loss, watch=watch)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(("number", "other"), [(0.0, -0.0), (1, 1.0), (1.0, 2.0)])
+def test_numbers_of_calls_that_are_moved_are_the_same(number: float, other: float) -> None:
+    def of(factor: float) -> Graph:
+        text = f"""graph @g mesh(tp=2) {{\n  %x = input "x" : f32[4]\n  %y = mul.Scalar(%x, {factor}) : f32[4]\n"""
+        return parse(text + '  return output "y" = %y\n}\n')
+
+    assert same_calls(of(number), of(number)) == []
+    assert same_calls(of(number), of(other)) == ["not the same calls: y"]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -81,7 +81,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.cost": """
             __init__ aten_kernels beside cache call_seconds decomposed failures flops memory prediction
-            prediction_trace profile streams
+            prediction_trace product_shapes profile streams
         """,
         "kernels_triton.gate": """
             __init__ access_width bench_timing bucket_corpus corpus gate gate_rules tune tune_generated tuning

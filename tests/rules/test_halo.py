@@ -301,6 +301,12 @@ def test_padding_may_be_masked_by_a_kernel_that_knows_its_rank() -> None:
     assert program.verify().ok
     assert not type_faults(program.body)
     kernel = producer(masked[0].args[0])[0]  # type: ignore[arg-type]
+    text = str(kernel.args[1])
+    assert ", 0.0)" in text
+    kernel.args = (kernel.args[0], text.replace(", 0.0)", ", 7.0)"), *kernel.args[2:])
+    assert any("puts what pads" in fault.message for fault in type_faults(program.body))
+    kernel.args = (kernel.args[0], text, *kernel.args[2:])
+    assert not type_faults(program.body)
     (offset,) = (value for value in operands(kernel) if value.target is axis_offset)
     offset.args = ([], [])  # of no axis: on every rank the same
     assert any("puts what pads" in fault.message for fault in type_faults(program.body))

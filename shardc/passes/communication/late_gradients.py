@@ -67,7 +67,8 @@ class LateGradients(Pass):
         return self._behind_collectives(graph if order is None else _copied(graph, order), copied=order is not None)
 
     def _behind_collectives(self, graph: Graph, *, copied: bool) -> Graph:
-        """A copy with products put off, or the graph; one that is `copied` already is changed itself."""
+        """The graph with products put off, or as it is where that takes no less time. A graph that is `copied` is
+        reordered in place; of another a copy is returned."""
         early, inside, _ = sections(graph)
         nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
         order = sorted(nodes, key=lambda node: 0 if node in early else 1 if node in inside else 2)
@@ -88,11 +89,11 @@ class LateGradients(Pass):
         if placed == order:
             return graph
         if not self.by_time:
-            return _ordered(graph, placed) if copied else _copied(graph, placed)
+            return _reordered(graph, placed) if copied else _copied(graph, placed)
         before = device_seconds(graph, costs, self.hardware, listed)
         if copied:
-            later = device_seconds(_ordered(graph, placed), costs, self.hardware)
-            return graph if later < before else _ordered(graph, nodes)
+            later = device_seconds(_reordered(graph, placed), costs, self.hardware)
+            return graph if later < before else _reordered(graph, nodes)
         table: dict[fx.Node, fx.Node] = {}
         moved = _copied(graph, placed, table)
         later = device_seconds(moved, {table[node]: cost for node, cost in costs.items()}, self.hardware)
@@ -108,7 +109,7 @@ def _counted(graph: Graph, node: fx.Node) -> CallCost:
 
 def _casts_late(graph: Graph) -> list[fx.Node] | None:
     """The calls in the order in which casts and views of reduced gradients run where the optimizer reads them, or last:
-    backward waits for none. None where they do."""
+    backward waits for none. None if that is their order already."""
     waiting = {node for node in graph.calls() if sums_gradients(node)}
     casts = set[fx.Node]()
     for node in graph.fx.nodes:
@@ -139,11 +140,11 @@ def _casts_late(graph: Graph) -> list[fx.Node] | None:
 def _copied(graph: Graph, order: Sequence[fx.Node], table: dict[fx.Node, fx.Node] | None = None) -> Graph:
     """A copy with its calls in an order. `table` is given the copy of each node."""
     table = {} if table is None else table
-    return _ordered(graph.copy(table), [table[node] for node in order])
+    return _reordered(graph.copy(table), [table[node] for node in order])
 
 
-def _ordered(graph: Graph, order: Sequence[fx.Node]) -> Graph:
-    """The graph, its calls in an order."""
+def _reordered(graph: Graph, order: Sequence[fx.Node]) -> Graph:
+    """The same graph, its calls put in an order."""
     for node in order:
         graph.output_node.prepend(node)
     return graph

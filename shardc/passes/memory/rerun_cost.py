@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import fx
 
-from shardc.cost.call_seconds import ATTENTION, PRODUCT_SHAPES
+from shardc.cost.call_seconds import ATTENTION
 from shardc.cost.flops import node_flops
+from shardc.cost.product_shapes import PRODUCT_SHAPES
 from shardc.ir.collectives import collective
 from shardc.ir.graph import Graph, op_name, operands, results, type_of
 from shardc.ir.hardware import Hardware
