@@ -22,9 +22,9 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.ir": """
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
-            collectives curve default_device derive_provenance device_rates diagnostic dot equal_layers files fold
-            gc_pause graph group_axes hardware in_flight in_place index_operands layers lazy_graph lengthened links
-            liveness mesh microbatch ops
+            collectives curve default_device derive_provenance device_rates diagnostic dot equal_layers
+            files fold gc_pause graph group_axes hardware in_flight in_place index_operands layers lazy_graph lengthened
+            links liveness mesh microbatch ops
             ops.accumulate ops.adamw ops.assumed ops.attention ops.attention_heads ops.attention_keys ops.attention_rows
             ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums
             ops.check_index ops.collectives ops.columns ops.context ops.cpu_attention ops.ctc ops.cumulative
@@ -55,17 +55,19 @@ FLOORS: list[dict[str, str]] = [
     {
         "kernels_triton.library": """
             __init__ checks kernels kernels.activation kernels.adamw kernels.arithmetic kernels.bucket
-            kernels.cross_entropy kernels.dropout kernels.functions kernels.group_norm kernels.moments kernels.norm
-            kernels.philox kernels.rope kernels.softmax kernels.special reference reference.activation reference.adamw
-            reference.cross_entropy reference.dropout reference.group_norm reference.norm reference.rope
-            reference.softmax reference.wide
+            kernels.cross_entropy kernels.dropout kernels.functions kernels.group_norm kernels.moments
+            kernels.norm kernels.philox kernels.rope kernels.softmax kernels.special reference reference.activation
+            reference.adamw reference.cross_entropy reference.dropout reference.group_norm
+            reference.norm reference.rope reference.softmax reference.wide
         """,
         "kernels_triton.transform": """
             __init__ broadcast_stores independent_outputs simplify strength_reduce unroll_dim
         """,
     },
     {
-        "kernels_triton.ops": "__init__ activation adamw cross_entropy dropout group_norm norm registry rope softmax",
+        "kernels_triton.ops": """
+            __init__ activation adamw cross_entropy dropout group_norm norm registry rope softmax
+        """,
         "kernels_triton.codegen": """
             __init__ addresses codegen column_sums compensated_mean expressions row_in_registers row_looped schedules
             writer
@@ -104,9 +106,10 @@ FLOORS: list[dict[str, str]] = [
             fusion.clustering.clustering fusion.clustering.critical_collectives fusion.clustering.excluded
             fusion.clustering.fusion_graph fusion.clustering.memory_budget fusion.clustering.numeric_sensitivity
             fusion.clustering.producer_inlining fusion.clustering.rematerialize fusion.clustering.repair fusion.emit
-            fusion.emit.emit fusion.emit.kernel_builder fusion.fuse fusion.lowering fusion.lowering.activations
-            fusion.lowering.common fusion.lowering.concat_slice fusion.lowering.functions fusion.lowering.group_norms
-            fusion.lowering.integers fusion.lowering.lower_op fusion.lowering.lowered_op fusion.lowering.lowering_cache
+            fusion.emit.attention_order fusion.emit.emit fusion.emit.kernel_builder fusion.fuse fusion.lowering
+            fusion.lowering.activations fusion.lowering.common fusion.lowering.concat_slice fusion.lowering.functions
+            fusion.lowering.group_norms fusion.lowering.integers fusion.lowering.lower_op fusion.lowering.lowered_op
+            fusion.lowering.lowering_cache
             fusion.lowering.padding fusion.lowering.quotients fusion.lowering.reductions fusion.lowering.softmaxes
             fusion.lowering.special fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types
             kernel_rows memory

@@ -10,7 +10,8 @@
                   merge by the bytes that it holds for longer (`memory_budget`), all of them by the peak (`repair`)
 3. profitability  which legal merge saves most (`clustering`), what a kernel better recomputes (`rematerialize`), and
                   whether a group is worth a kernel (`is_profitable`)
-4. emission       a new graph with a call for each kernel: a template's op where one matches, else `shardc.fused`
+4. emission       a new graph with a call for each kernel: a template's op where one matches, else `shardc.fused`;
+                  what attention reads is stored as attention wants it (`attention_order`)
 
 The first three run once. A graph whose kernels hold too much at the peak is repaired, not tried again: `repair` splits
 what holds the bytes, and the groups are emitted anew. Only if a kernel of one call, which computes producers of its
@@ -44,6 +45,7 @@ from shardc.passes.fusion.clustering.fusion_graph import build_fusion_graph
 from shardc.passes.fusion.clustering.memory_budget import MemoryBudget, allowed_peak
 from shardc.passes.fusion.clustering.rematerialize import FusionGroup
 from shardc.passes.fusion.clustering.repair import Kernels
+from shardc.passes.fusion.emit.attention_order import store_as_attention_reads
 from shardc.passes.fusion.emit.emit import Emitter, is_profitable
 from shardc.passes.fusion.lowering import activations as _pointwise
 from shardc.passes.fusion.lowering import common as _lowerings
@@ -99,6 +101,7 @@ def fuse(
         emitter = Emitter(fusion_graph, _allowed_templates(exclude, templates))
         fused = _within_bound(clustering, emitter, allowed_peak(before.peak), watch)
         if fused is not None:
+            store_as_attention_reads(fused)
             return fused
         if not fusion_graph.inlined:
             break
