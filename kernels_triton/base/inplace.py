@@ -35,3 +35,6 @@ class Into:
 
 
 INTO: dict[Any, Into] = {}  # by op
+# By the id of an op, whose hash is written in Python: the (result, operand) of a call with these arguments of which the
+# one may take the memory of the other, if nothing reads the operand after the call.
+OVER_DEAD: dict[int, Callable[..., frozenset[tuple[int, int]]]] = {}

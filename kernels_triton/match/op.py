@@ -7,6 +7,7 @@ template that computes it on a GPU. So code that handles `fused` handles these o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from kernels_triton.base.diagnostic import error
-from kernels_triton.base.inplace import INTO, Into, Operand, Place, Scratch
+from kernels_triton.base.inplace import INTO, OVER_DEAD, Into, Operand, Place, Scratch
 from kernels_triton.base.library import define, implement
 from kernels_triton.generated import inplace_call, op
 from kernels_triton.ir import reference
@@ -82,7 +83,27 @@ def _define(name: str) -> OpOverload:
         return PreparedKernelCall(run, operands, line, places, device, scratch, template_launches)
 
     INTO[op_overload] = Into(inplace_call.no_inplace_pairs, run, anywhere=True, prepare=prepare)
+    if name in OVERWRITES:
+        OVER_DEAD[id(op_overload)] = partial(_overwriting, *OVERWRITES[name])
     return op_overload
+
+
+# Of templates whose programs read a row, or keep it in registers, before they write it: a result that may lie where an
+# operand does.
+OVERWRITES = {"cross_entropy": ("dlogits", "logits")}
+
+
+def _overwriting(result: str, operand: str, inputs: Sequence[object], line: str) -> frozenset[tuple[int, int]]:
+    """The (result, operand) of a template's call, where both lie alike."""
+    kernel = parse(line)
+    match = match_template(kernel)
+    if match is None or result not in match.results:
+        return frozenset()
+    written, read = match.results.index(result), int(match.binding[operand])  # type: ignore[arg-type]
+    output, tensor = kernel.outputs[written], kernel.inputs[read]
+    alike = (output.dtype, output.shape) == (tensor.dtype, tensor.shape)
+    alike = alike and output.stores[0].access_map == tensor.access_map
+    return frozenset({(written, read)} if alike else ())
 
 
 OPS: Mapping[str, OpOverload] = {name: _define(name) for name in NAMES}

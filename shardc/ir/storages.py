@@ -7,6 +7,8 @@ layers asks no more than a graph of one, and the next one not at all.
     %t = transpose(%x, 1, 2)      f32[8, 4, 16, 32]    views x
     %v = view(%t, [8, 4, 512])    f32[8, 4, 512]       views x too: rows still lie one after another
     %w = view(%t, [32, 512])      f32[32, 512]         a storage of its own: batch and heads are apart in x
+
+Few results that are no views lie in an operand's memory too: those that are written over it (`dead_operands`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
+from shardc.ir.dead_operands import over_dead_operands
 from shardc.ir.graph import LITERALS, Graph, info, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.kernels import KERNELS
@@ -61,10 +64,12 @@ class Operand:
 
 class Layouts(NamedTuple):
     """Of every value of a localized body: its storage, which views share with the value that they look into; and its
-    shape, dtype and strides as far as torch can infer them, else contiguous ones."""
+    shape, dtype and strides as far as torch can infer them, else contiguous ones. `over`: the results that are written
+    over an operand, with it, whose storage they share."""
 
     storages: dict[fx.Node, Storage]
     operands: dict[fx.Node, Operand]
+    over: dict[fx.Node, fx.Node]
 
 
 def storages(body: Graph) -> dict[fx.Node, Storage]:
@@ -132,7 +137,11 @@ def layouts(body: Graph) -> Layouts:
             else:  # nearly always of the first argument
                 source = args[0] if views == 0 and args else None
                 storage_of[value] = storage_of[source if type(source) is fx.Node else operands(node)[views]]
-    return Layouts(storage_of, operand_of)
+    over = over_dead_operands(body, storage_of, operand_of)
+    for value, operand in over.items():
+        own = storage_of[value]
+        storage_of |= {view: storage_of[operand] for view, storage in storage_of.items() if storage is own}
+    return Layouts(storage_of, operand_of, over)
 
 
 def extended(body: Graph, known: dict[fx.Node, Operand]) -> dict[fx.Node, Operand]:

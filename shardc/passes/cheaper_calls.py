@@ -141,7 +141,7 @@ class _Rewriting:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.storage_of, self.operand_of = layouts(graph)
+        self.storage_of, self.operand_of, _ = layouts(graph)
         roles = {node: port.role for port, node in zip(graph.inputs, graph.placeholders, strict=True)}
         self.written = {node for node, role in roles.items() if role in ("param", "state", "buffer", "sum")}
 

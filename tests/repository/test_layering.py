@@ -22,7 +22,7 @@ FLOORS: list[dict[str, str]] = [
     {
         "shardc.ir": """
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
-            collectives curve default_device derive_provenance device_rates diagnostic dot equal_layers
+            collectives curve dead_operands default_device derive_provenance device_rates diagnostic dot equal_layers
             files fold gc_pause graph group_axes hardware in_flight in_place index_operands layers lazy_graph lengthened
             links liveness mesh microbatch ops
             ops.accumulate ops.adamw ops.assumed ops.attention ops.attention_heads ops.attention_keys ops.attention_rows

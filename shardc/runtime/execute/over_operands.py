@@ -26,6 +26,7 @@ from shardc.ir.in_place import last_reads
 from shardc.ir.ops.columns import SUBTRACT_AT, write_subtract_at
 from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, LINEAR_DGRAD, LINEAR_WGRAD
 from shardc.ir.storages import Operand, layouts
+from shardc.runtime.execute.instructions import Listing
 from shardc.torch_compat import builtin_of
 
 aten = torch.ops.aten
@@ -68,7 +69,7 @@ def over_operands(
     over: dict[fx.Node, fx.Node] = {}
     if not any(call.target in WRITERS for call in calls):
         return over
-    of, lies = layouts(graph)
+    of, lies, _ = layouts(graph)
     index_of = {call: index for index, call in enumerate(calls)}
     last, returned = last_reads(calls, index_of, of), {of[value] for value in graph.output_values}
 
@@ -90,6 +91,17 @@ def over_operands(
                 over[call] = value
                 break
     return over
+
+
+def dead_slots(graph: Graph, listing: Listing) -> dict[fx.Node, int]:
+    """The results of kernels that are written over an operand (`ir.dead_operands`), with its slot."""
+    over = layouts(graph).over
+    if not over:
+        return {}
+    slot_of = dict(zip(graph.placeholders, listing.inputs, strict=True))
+    for instruction in listing.instructions:
+        slot_of |= {value: slot for value, _, slot in instruction.yields}
+    return {value: slot_of[operand] for value, operand in over.items()}
 
 
 def _is_fresh(call: fx.Node) -> bool:

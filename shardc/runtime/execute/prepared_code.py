@@ -38,7 +38,7 @@ from shardc.runtime.execute.failed_call import instruction_failed, out_of_range
 from shardc.runtime.execute.held_views import HeldViews, ViewCall
 from shardc.runtime.execute.instructions import CallInstruction, Numerics, list_calls
 from shardc.runtime.execute.monitor import RunMonitor
-from shardc.runtime.execute.over_operands import WRITERS, over_operands
+from shardc.runtime.execute.over_operands import WRITERS, dead_slots, over_operands
 from shardc.runtime.execute.overlap import begin
 from shardc.runtime.execute.prepared_collective import PreparedCollective, UnderWay, prepare_collective
 from shardc.runtime.execute.prepared_linear import LINEARS, prepare_linear
@@ -79,6 +79,7 @@ class Routine:
             for pack in listing.instructions
             if pack.node.target is PACK and (layout := layout_of(graph, pack.node)) is not None
         }
+        self._dead = dead_slots(graph, listing)  # by result
         self._fixed: dict[int, torch.Tensor] = {}  # by slot
         self._viewed: set[fx.Node] = set()  # calls whose results are fixed views: they never run
         if arena is not None:
@@ -101,6 +102,9 @@ class Routine:
             self._fixed |= {slot: tensors[value] for value, _, slot in instruction.yields if value in tensors}
             if reduced_in_place(instruction.node) and instruction.reads[0] in self._fixed:
                 self._fixed[instruction.yields[0][2]] = self._fixed[instruction.reads[0]]
+            for value, _, slot in instruction.yields:
+                if self._dead.get(value) in self._fixed:
+                    self._fixed[slot] = self._fixed[self._dead[value]]
             if instruction.reads and self._fixed.keys() >= set(instruction.reads) and views(instruction.node):
                 args, kwargs = instruction.arguments(self._fixed)
                 result, into = instruction.target(*args, **kwargs), _result_slots(instruction)
@@ -195,6 +199,9 @@ class Routine:
             if instruction.node.target in INTO:
                 result_places: dict[int, Place] = {
                     p or 0: _held_place(self._slots[write.over]) for write, p, _ in over if write.op is not None
+                }
+                result_places |= {
+                    p or 0: _held_place(self._dead[v]) for v, p, _ in instruction.yields if v in self._dead
                 }
                 result_places |= {p: self._member_place(piece) for p, piece in pieces.items()}
                 result_places |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}

@@ -48,7 +48,7 @@ def traffic(graph: Graph) -> Traffic:
 
 def bytes_by_call(graph: Graph) -> dict[fx.Node, int]:
     """The calls of a localized body that count as kernels, with the bytes of each."""
-    storage_of, layout_of = layouts(graph)
+    storage_of, layout_of, _ = layouts(graph)
     bytes_moved: dict[fx.Node, int] = {}
     for node in graph.calls():
         name = op_name(node.target)
