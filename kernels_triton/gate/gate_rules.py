@@ -18,6 +18,7 @@ NARROW = {
     "dropout_forward": 4,
     "dropout_backward": 12,
     "cross_entropy": 12,
+    "long_runs": 24,  # where the rows of a tile of tokens are
     "rope": 0,
 }
 # Allowed narrow accesses to each full-size tensor: elements that are read or corrected on their own.

@@ -39,6 +39,7 @@ from kernels_triton.ops.cross_entropy import (
     cross_entropy_stats,
 )
 from kernels_triton.ops.dropout import bias_dropout_residual, bias_dropout_residual_backward
+from kernels_triton.ops.embedding import embedding_backward
 from kernels_triton.ops.group_norm import group_norm, group_norm_backward
 from kernels_triton.ops.norm import (
     add_layer_norm,
@@ -62,6 +63,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_finish",
     "cross_entropy_stats",
+    "embedding_backward",
     "gated",
     "gated_backward",
     "group_norm",

@@ -257,6 +257,12 @@ TEMPLATES: dict[str, TemplateOp] = {
             other_calls=({"grad_scale": "f32[]"},),
         ),
         TemplateOp(
+            "embedding_backward",
+            "grad: T[160, cols], index: i64[160] -> y: T[1000, cols]",
+            scalars=((2, 1000),),
+            variants=({}, {"padding": 1}),
+        ),
+        TemplateOp(
             "rope",
             "x: T[batch, rows, heads, dim], cos: f32[rows, half], sin: f32[rows, half] -> "
             "y: T[batch, rows, heads, dim]",

@@ -55,9 +55,9 @@ FLOORS: list[dict[str, str]] = [
     {
         "kernels_triton.library": """
             __init__ checks kernels kernels.activation kernels.adamw kernels.arithmetic kernels.bucket
-            kernels.cross_entropy kernels.dropout kernels.functions kernels.group_norm kernels.moments
+            kernels.cross_entropy kernels.dropout kernels.embedding kernels.functions kernels.group_norm kernels.moments
             kernels.norm kernels.philox kernels.rope kernels.softmax kernels.special reference reference.activation
-            reference.adamw reference.cross_entropy reference.dropout reference.group_norm
+            reference.adamw reference.cross_entropy reference.dropout reference.embedding reference.group_norm
             reference.norm reference.rope reference.softmax reference.wide
         """,
         "kernels_triton.transform": """
@@ -66,7 +66,7 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "kernels_triton.ops": """
-            __init__ activation adamw cross_entropy dropout group_norm norm registry rope softmax
+            __init__ activation adamw cross_entropy dropout embedding group_norm norm registry rope softmax
         """,
         "kernels_triton.codegen": """
             __init__ addresses codegen column_sums compensated_mean expressions row_in_registers row_looped schedules

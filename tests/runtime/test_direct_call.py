@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels_triton.base.library import kernel_for
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
-from shardc.runtime.execute.direct_call import DIRECT, direct_call
+from shardc.runtime.execute.direct_call import DIRECT, EMBEDDING_GRADIENT, direct_call, embedding_gradient
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -129,3 +129,13 @@ def test_the_kernel_of_attention_is_chosen_once_for_each_form(monkeypatch: pytes
     before = len(asked)
     assert choose(q, q, q, None, True) == "flash"
     assert len(asked) == before
+
+
+def test_an_embeddings_gradient() -> None:
+    """On GPUs ours; it gives others to torch: what lies elsewhere, is small, or is scaled by frequency."""
+    assert direct_call(EMBEDDING_GRADIENT, torch.device("cuda", 0)) is embedding_gradient
+    assert direct_call(EMBEDDING_GRADIENT, CPU) is not embedding_gradient
+    g, index = torch.randn(2, 3, 4), torch.tensor([[1, 0, 1], [5, 2, 2]])
+    for by_frequency in (False, True):
+        theirs = EMBEDDING_GRADIENT(g, index, 6, 2, by_frequency)
+        assert embedding_gradient(g, index, 6, 2, by_frequency).equal(theirs)

@@ -22,6 +22,7 @@ from kernels_triton.library.reference.cross_entropy import (
     cross_entropy_stats,
 )
 from kernels_triton.library.reference.dropout import bias_dropout_residual, bias_dropout_residual_backward
+from kernels_triton.library.reference.embedding import embedding_backward
 from kernels_triton.library.reference.group_norm import group_norm, group_norm_backward
 from kernels_triton.library.reference.norm import (
     add_layer_norm,
@@ -45,6 +46,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_finish",
     "cross_entropy_stats",
+    "embedding_backward",
     "gated",
     "gated_backward",
     "group_norm",

@@ -1,6 +1,7 @@
 """The cheapest Python callable that does what an op of a graph does: the same ATen kernel on the same operands.
 
     aten.add.Tensor       torch.add: its arguments are parsed in C++
+    an embedding's gradient, on a GPU: our kernel (`ON_GPUS`)
     shardc.linear         its Python kernel for the device, without the dispatcher's way there and back
     any other             the op's own builtin
 
@@ -15,9 +16,12 @@ from inspect import isbuiltin, signature
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 from kernels_triton.base.library import kernel_for
+from kernels_triton.launch import launch
+from kernels_triton.ops.embedding import sum_rows
 from shardc.torch_compat import builtin_of
 
 aten = torch.ops.aten
@@ -54,6 +58,19 @@ DIRECT: dict[Any, Callable[..., Any]] = {
 }
 
 
+def embedding_gradient(g: Tensor, index: Tensor, classes: int, padding: int, by_frequency: bool) -> Tensor:
+    """`embedding_dense_backward` by the kernel that writes each row once; torch's writes zeros first. Small ones, of
+    which the GPU has done before Python has launched the next call, stay with torch."""
+    if by_frequency or g.numel() < LARGE or not launch.runs_on_triton(g):
+        return EMBEDDING_GRADIENT(g, index, classes, padding, by_frequency)
+    return sum_rows(g.reshape(-1, g.shape[-1]), index.reshape(-1), classes, padding)
+
+
+LARGE = 1 << 23  # numbers of a gradient
+EMBEDDING_GRADIENT = aten.embedding_dense_backward.default
+ON_GPUS: dict[Any, Callable[..., Any]] = {EMBEDDING_GRADIENT: embedding_gradient}
+
+
 def direct_call(
     target: Callable[..., Any], device: torch.device | None = None, named: Iterable[str] = ()
 ) -> Callable[..., Any]:
@@ -62,6 +79,8 @@ def direct_call(
         return target
     if target in DIRECT:
         return DIRECT[target]
+    if target in ON_GPUS and device is not None and device.type == "cuda":
+        return ON_GPUS[target]
     kernel = None if device is None else kernel_for(target, device)
     names = {*named}
     if kernel is None or (names and (isbuiltin(kernel) or not names <= signature(kernel).parameters.keys())):
