@@ -24,6 +24,7 @@ from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, producer, type_of
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.buckets import PACK
+from shardc.ir.ops.host_copies import HOST_COPIES
 from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, LINEAR_DGRAD
 
 PRODUCTS = (LINEAR, LINEAR_BIAS, LINEAR_DGRAD)
@@ -58,7 +59,7 @@ def over_dead_operands(
             source, result = of[operand], of[value]
             made = producer(source.value)[0]
             readers = {user for view, storage in of.items() if storage is source for user in view.users}
-            sent = any(op_name(user.target) in KINDS or user.target is PACK for user in (*readers, *value.users))
+            sent = any(_is_sent(user) for user in (*readers, *value.users))
             alike = type_of(operand).dtype == type_of(value).dtype and lies[operand] is lies[value]
             whole = source.bytes == result.bytes == type_of(value).local_bytes(body.mesh)
             once = sum(of[other] is source for other in read) == 1
@@ -68,6 +69,11 @@ def over_dead_operands(
             if alike and whole and once and last and together and not sent and not kept and _makes_memory(made):
                 over[value] = operand
     return over
+
+
+def _is_sent(user: fx.Node) -> bool:
+    """Does a call read memory beside the calls behind it: a collective, a bucket of one, a copy to the host?"""
+    return op_name(user.target) in KINDS or user.target is PACK or user.target in HOST_COPIES
 
 
 def _makes_memory(call: fx.Node) -> bool:
