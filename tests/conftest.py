@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 from collections.abc import Callable, Generator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,8 @@ import torch
 from hypothesis import settings
 
 from tests import library_state, shared_traces
+
+CACHE = type(cache(lambda: None))
 
 os.environ["SHARDC_CACHE"] = "off"  # also of processes that tests start: what is tested is what compiling does
 
@@ -107,7 +110,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _forget(module: ModuleType) -> None:
     """Empty the caches of a module's functions, but not of those that it has imported: other modules have them too."""
     for value in list(vars(module).values()):
-        if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
+        if isinstance(value, CACHE) and value.__module__ == module.__name__:
             value.cache_clear()
 
 
