@@ -31,6 +31,18 @@ def test_nothing_keeps_a_graph(mesh: str, plan: dict[str, Any]) -> None:
     assert [name for name, graph in graphs if graph() is not None] == []
 
 
+def test_nothing_keeps_the_graph_of_a_trainer() -> None:
+    model, batch = llama()
+    program = shardc.compile(model, batch, mesh="dp=2, tp=2", plan=TP, optimizer=torch.optim.AdamW(model.parameters()))
+    trainer = program.launch()
+    trainer.step(batch)
+    graphs = weakref.ref(program.body.fx), weakref.ref(program.reference.fx)
+    del program, trainer
+    gc.collect()
+    gc.collect()  # of what has finalizers, the rest goes the next time
+    assert [graph() for graph in graphs] == [None, None]
+
+
 def _compiled(mesh: str, plan: dict[str, Any]) -> list[tuple[str, weakref.ref[fx.Graph]]]:
     """The graphs that a compile has made, by the pass behind which they were seen."""
     seen: list[tuple[str, weakref.ref[fx.Graph]]] = []
