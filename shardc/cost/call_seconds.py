@@ -127,8 +127,8 @@ class _Costs:
         lies = frozen(arguments, self.layouts.operands)
         places = dict[fx.Node, int]()  # an operand that is read twice is another than two
         read = tuple([(places.setdefault(v, len(places)), id(type_of(v))) for v in operands(node)])
-        own = tuple([(id(type_of(v)), at, self.layouts.storages[v].value is v) for v, at in yields(node)])
-        return id(node.target), lies, read, own, self.cached
+        memory = tuple([(id(type_of(v)), at, self.layouts.storages[v].value is v) for v, at in yields(node)])
+        return id(node.target), lies, read, memory, self.cached
 
     def _called(self, node: fx.Node, cost: CallCost) -> CallCost:
         """A call's cost with what calling takes on a CPU, by what the calls before it have left in the caches."""

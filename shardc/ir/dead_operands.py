@@ -57,16 +57,16 @@ def over_dead_operands(
             if value is None:
                 continue
             source, result = of[operand], of[value]
-            made = producer(source.value)[0]
+            maker = producer(source.value)[0]
             readers = {user for view, storage in of.items() if storage is source for user in view.users}
             sent = any(_is_sent(user) for user in (*readers, *value.users))
             alike = type_of(operand).dtype == type_of(value).dtype and lies[operand] is lies[value]
             whole = source.bytes == result.bytes == type_of(value).local_bytes(body.mesh)
             once = sum(of[other] is source for other in read) == 1
             last = all(index_of.get(user, 0) <= index_of[call] for user in readers)
-            together = repeated is None or {made, call} <= repeated
+            together = repeated is None or {maker, call} <= repeated
             kept = {source, result} & returned
-            if alike and whole and once and last and together and not sent and not kept and _makes_memory(made):
+            if alike and whole and once and last and together and not sent and not kept and _makes_memory(maker):
                 over[value] = operand
     return over
 

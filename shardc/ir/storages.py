@@ -139,8 +139,8 @@ def layouts(body: Graph) -> Layouts:
                 storage_of[value] = storage_of[source if type(source) is fx.Node else operands(node)[views]]
     over = over_dead_operands(body, storage_of, operand_of)
     for value, operand in over.items():
-        own = storage_of[value]
-        storage_of |= {view: storage_of[operand] for view, storage in storage_of.items() if storage is own}
+        unused = storage_of[value]
+        storage_of |= {view: storage_of[operand] for view, storage in storage_of.items() if storage is unused}
     return Layouts(storage_of, operand_of, over)
 
 

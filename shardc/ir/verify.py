@@ -280,8 +280,8 @@ def _positional_fit(op: OpOverload, kinds: tuple[Kind, ...]) -> bool:
     """Do positional arguments of such kinds fit a schema, and leave none out that has no default?"""
     arguments = _arguments(op)
     required = max((i + 1 for i, (_, _, required) in enumerate(arguments) if required), default=0)
-    given = zip(arguments, kinds, strict=False)
-    return required <= len(kinds) <= len(arguments) and all(_kind_fits(kind, wanted) for (_, wanted, _), kind in given)
+    pairs = zip(arguments, kinds, strict=False)
+    return required <= len(kinds) <= len(arguments) and all(_kind_fits(kind, wanted) for (_, wanted, _), kind in pairs)
 
 
 def _kind(value: Any) -> Kind:

@@ -145,18 +145,18 @@ class _Joined:
             for port, node in zip(part.graph.inputs, part.graph.placeholders, strict=True):
                 if port.role != "value" and port not in inputs:
                     inputs[port] = self._copy(node, part, {})
-        made: dict[_Part, dict[str, fx.Node]] = {}
+        values_of: dict[_Part, dict[str, fx.Node]] = {}
         outputs: list[tuple[Port, fx.Node]] = []
         for part, makers in sources.items():
             table = {
-                node: made[makers[port.name]][port.name] if port.role == "value" else inputs[port]
+                node: values_of[makers[port.name]][port.name] if port.role == "value" else inputs[port]
                 for port, node in zip(part.graph.inputs, part.graph.placeholders, strict=True)
             }
             for node in part.graph.fx.nodes:
                 if node.op == "call_function":
                     self._add(node, part, table)
             returned = [(port, table[v]) for port, v in zip(part.graph.outputs, part.graph.output_values, strict=True)]
-            made[part] = {port.name: value for port, value in returned if port.role == "value"}
+            values_of[part] = {port.name: value for port, value in returned if port.role == "value"}
             outputs += [(port, value) for port, value in returned if port.role != "value"]
         self.graph.fx.output(tuple(value for _, value in outputs))
         self.graph.inputs, self.graph.outputs = tuple(inputs), tuple(port for port, _ in outputs)
@@ -177,8 +177,8 @@ class _Joined:
         if twin is None:
             self.call_of_name[about.name] = self._copy(node, part, table)
             return
-        given = [fx.map_arg(arguments, table.__getitem__) for arguments in (node.args, node.kwargs)]
-        same = twin.target is node.target and repr([twin.args, twin.kwargs]) == repr(given)
+        arguments_here = [fx.map_arg(arguments, table.__getitem__) for arguments in (node.args, node.kwargs)]
+        same = twin.target is node.target and repr([twin.args, twin.kwargs]) == repr(arguments_here)
         if same and (info(twin).type, info(twin).results) == (about.type, about.results):
             table[node] = twin
             return

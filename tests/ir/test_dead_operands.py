@@ -11,6 +11,7 @@ import shardc
 from kernels_triton.match.op import OPS
 from shardc.ir.arena import planned
 from shardc.ir.graph import Graph, Port, info, operands, producer
+from shardc.ir.ops.host_copies import BEGIN_OFFLOAD
 from shardc.ir.storages import layouts
 from shardc.ir.types import TensorType
 from shardc.runtime.execute.arena import Arena
@@ -81,6 +82,17 @@ def test_a_reader_that_a_pass_adds() -> None:
     assert layouts(body).over
     with body.fx.inserting_before(body.output_node):
         body.call(torch.ops.aten.neg.default, (logits,), like=producer(logits)[0], type=info(logits).type)
+    assert layouts(body).over == {}
+
+
+def test_logits_that_are_on_their_way_to_the_host() -> None:
+    """The copy, on a stream of its own, may not have ended when the kernel writes."""
+    body = compiled().body.copy()
+    (call,) = losses(body)
+    logits = operands(call)[0]
+    assert layouts(body).over
+    with body.fx.inserting_before(call):
+        body.call(BEGIN_OFFLOAD, (logits,), like=producer(logits)[0], type=info(logits).type)
     assert layouts(body).over == {}
 
 

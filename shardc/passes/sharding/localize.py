@@ -90,8 +90,8 @@ class _Walk:
             kind = projection.reduces.get(piece)
             if kind is None or not Atom(projection.sizes[piece], axes).surplus(mesh):
                 continue
-            made = zip(projection.results, results(node), strict=True)
-            if all(piece in pieces for pieces, value in made if value is not None):
+            pieces_of = zip(projection.results, results(node), strict=True)
+            if all(piece in pieces for pieces, value in pieces_of if value is not None):
                 continue
             for i, pieces in enumerate(projection.operands):
                 if piece not in pieces:
