@@ -13,9 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shardc.compiler.decompose_auto import DecomposeChoice, can_decompose, choose
-from shardc.compiler.layer_copies import sharded_by_layers
+from shardc.compiler.layer_copies import finished_by_layers, sharded_by_layers
 from shardc.compiler.pass_pipeline import (
     Options,
     Verified,
@@ -39,6 +40,7 @@ from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph, Tokens
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import in_first_microbatch
+from shardc.ir.units import UnequalError
 from shardc.partition.stage_offload import offload_stages
 from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.passes.accumulate import Accumulate
@@ -48,6 +50,7 @@ from shardc.passes.communication.decompose import Decompose
 from shardc.passes.communication.report_gathers import ReportGathers
 from shardc.passes.fusion.analysis.traffic import Traffic, traffic
 from shardc.passes.fusion.fuse import check_excluded
+from shardc.passes.merge_updates import MergeUpdates
 from shardc.passes.normalize.group_experts import GroupExperts
 from shardc.passes.normalize.imply_masks import ImplyMasks
 from shardc.passes.normalize.limit_experts import group_as_ranks
@@ -92,6 +95,9 @@ class CompiledGraphs:
     decompose: DecomposeChoice | None = None
 
 
+_Finished = tuple[StagedProgram, StagedProgram, DecomposeChoice | None]  # before it has kernels, and with them
+
+
 def compile_step(task: Task, options: Options) -> CompiledGraphs:
     """Compile a step. Raises ShardcError for a plan that this step cannot have."""
     plan = task.plan
@@ -100,26 +106,61 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
     reference = accumulated(reference, plan.microbatches, options, task.updates, always=plan.pipeline is not None)
     reference.tokens = task.tokens
 
+    if (unfused := _by_layers(task, reference, options)) is not None:
+        return _compiled(task, reference, (unfused, _with_kernels(unfused, options), None), options)
     body = distribute(reference, task.bound, options)
     group_as_ranks(reference, body)
     check_excluded(body, plan.fuse.exclude)
     staged = stages_of(plan, body, task.mesh, options, task.like)
-    unfused, fused, choice = _decided(task, staged, reference, options)
-    for graph in (unfused.body, fused.body) if not unfused.axis else ():  # stages gather once a step anyway
+    finished = _decided(task, staged, reference, options)
+    if staged.body is body:
+        return _compiled(task, reference, finished, options)
+    _, fused, choice = finished
+    body.diagnostics += [note for graph in fused.graphs() for note in graph.diagnostics]  # which no rank runs
+    return CompiledGraphs(reference, body, fused.mesh, fused, decompose=choice)
+
+
+def _compiled(task: Task, reference: Graph, finished: _Finished, options: Options) -> CompiledGraphs:
+    """Of a step without a pipeline."""
+    unfused, fused, choice = finished
+    for graph in (unfused.body, fused.body):  # stages gather once a step anyway
         keep_gathered(graph, options)
-    if staged.body is not body:  # which no rank runs
-        body.diagnostics += [note for graph in fused.graphs() for note in graph.diagnostics]
-        return CompiledGraphs(reference, body, fused.mesh, fused, decompose=choice)
-    bytes_moved = (traffic(unfused.body), traffic(fused.body)) if plan.fuse.enabled else None
+    bytes_moved = (traffic(unfused.body), traffic(fused.body)) if task.plan.fuse.enabled else None
     return CompiledGraphs(reference, fused.body, fused.mesh, traffic=bytes_moved, decompose=choice)
 
 
-def _decided(
-    task: Task, staged: StagedProgram, reference: Graph, options: Options
-) -> tuple[StagedProgram, StagedProgram, DecomposeChoice | None]:
+def _by_layers(task: Task, reference: Graph, options: Options) -> StagedProgram | None:
+    """A step before it is fused, by few of its equal layers; None where all of them have to be looked at.
+
+    What looks over the whole step sees the whole step: updates that are merged, and then kernels."""
+    if task.plan.pipeline is not None or task.plan.fuse.exclude or options.recompute.mode == "budget":
+        return None
+
+    def of_few(short: Graph, bound: Sequence[Bound], few: Options) -> Graph:
+        body = distribute(short, bound, few)
+        group_as_ranks(short, body)
+        staged = one_stage(body)
+        if _is_open(task, staged, few):
+            raise UnequalError("whether products are decomposed is predicted of the whole step")
+        return finish(staged, few, fused=False, merged=False).body
+
+    whole = finished_by_layers(reference, task.bound, options, of_few)
+    if whole is None:
+        return None
+    merge = [pass_ for pass_ in call_passes(options) if isinstance(pass_, MergeUpdates)]
+    return one_stage(run(whole, merge, options))
+
+
+def _is_open(task: Task, staged: StagedProgram, options: Options) -> bool:
+    """Is it left to a prediction whether products are decomposed?"""
+    plan = task.plan
+    auto = plan.overlap.decompose == AUTO and not plan.symbols
+    return auto and can_decompose(staged, options.hardware, task.mesh)
+
+
+def _decided(task: Task, staged: StagedProgram, reference: Graph, options: Options) -> _Finished:
     """The step before and after it is fused, with products decomposed where the plan or a prediction says so."""
-    auto = task.plan.overlap.decompose == AUTO and not task.plan.symbols
-    if not (auto and can_decompose(staged, options.hardware, task.mesh)):
+    if not _is_open(task, staged, options):
         return *_finished(staged, options), None
     ways = {way: replace(options, decompose=Decompose(way), watch=None) for way in (False, True)}
     steps = {way: _finished(staged.transformed(lambda graph: graph.copy()), ways[way]) for way in ways}
@@ -202,10 +243,11 @@ def localized(sharded: Graph, options: Options) -> Graph:
     return run(sharded.copy(), _passes(body_passes((), (), (), options), ReportGathers, None), options)
 
 
-def finish(staged: StagedProgram, options: Options, *, fused: bool = True) -> StagedProgram:
-    """The same lists over graphs as ranks run them, or before they are `fused`: each pass goes through all of them."""
+def finish(staged: StagedProgram, options: Options, *, fused: bool = True, merged: bool = True) -> StagedProgram:
+    """The same lists over graphs as ranks run them, or before they are `fused`, or their updates `merged`: each pass
+    goes through all of them."""
     verified = Verified()
-    for pass_ in call_passes(options):
+    for pass_ in (each for each in call_passes(options) if merged or not isinstance(each, MergeUpdates)):
         staged = staged.transformed(lambda graph, pass_=pass_: run(graph, [pass_], options, verified))
     if staged.body in staged.graphs():  # of a pipeline, the cut has judged what a step holds
         options.recompute.settle(staged.body)

@@ -13,11 +13,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shardc.compiler.pass_pipeline import Options, inspect
-from shardc.ir.equal_layers import equal_layers, shortened
+from shardc.ir.equal_layers import LEAST, equal_layers, shortened
 from shardc.ir.graph import Graph
 from shardc.ir.lengthened import lengthened
 from shardc.ir.units import UnequalError, Units
+from shardc.passes.base import Pass
 from shardc.passes.communication.combine import Combine
+from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.context.divide_attention import Divided
 from shardc.passes.sharding.dispatch import Choice
 from shardc.passes.sharding.seed import Bound
@@ -25,6 +27,30 @@ from shardc.passes.sharding.seed import Bound
 T = TypeVar("T")
 C = TypeVar("C", Choice, Divided)
 Distribute = Callable[[Graph, Sequence[Bound], Options], Graph]
+FINISHED_BESIDE = (3, 5)  # so many more layers at either end go through all passes: some look beyond their neighbours
+
+
+def finished_by_layers(reference: Graph, bound: Sequence[Bound], options: Options, finish: Distribute) -> Graph | None:
+    """What `finish` makes of a step, by doing it to few of its equal layers: the graph that ranks run, before it has
+    kernels. None where all layers have to be looked at."""
+    if options.watch is not None:
+        return None
+    try:
+        return finished_by_few_layers(reference, bound, options, finish)
+    except Exception:  # also a check that failed: whatever is wrong with few layers, all of them are looked at
+        return None
+
+
+def finished_by_few_layers(
+    reference: Graph, bound: Sequence[Bound], options: Options, finish: Distribute
+) -> Graph | None:
+    """The same. Raises UnequalError where layers turn out not to be equal, and ShardcError for what is wrong with few
+    of them."""
+    units = equal_layers(reference)
+    units = None if units is None else units.narrowed(*FINISHED_BESIDE)
+    if units is None or len(units.removed) < LEAST:
+        return None
+    return _of_few(reference, units, bound, options, finish, finished_by_few_layers, Prefetch())
 
 
 def sharded_by_layers(
@@ -36,7 +62,7 @@ def sharded_by_layers(
         return None
     try:
         return by_few_layers(reference, bound, options, distribute)
-    except Exception:  # also a check that failed: whatever is wrong with few layers, all of them are looked at
+    except Exception:  # as above
         return None
 
 
@@ -46,18 +72,44 @@ def by_few_layers(reference: Graph, bound: Sequence[Bound], options: Options, di
     units = equal_layers(reference)
     if units is None:
         return None
-    sharded = lengthened(_few(reference, units, bound, options, distribute), units)
+    return _of_few(reference, units, bound, options, distribute, by_few_layers, Combine())
+
+
+def _of_few(
+    reference: Graph,
+    units: Units,
+    bound: Sequence[Bound],
+    options: Options,
+    make: Distribute,
+    by_few: Callable[[Graph, Sequence[Bound], Options, Distribute], Graph | None],
+    last: Pass,
+) -> Graph:
+    """What `make` leaves of a step, its last pass being such a one."""
+    short, kept, few = _shortened(reference, units, bound, options)
+    try:  # another list may have more
+        made = by_few(short, kept, few, make)
+    except UnequalError:
+        made = None
+    made = make(short, kept, few) if made is None else made
+    for finding in made.diagnostics[len(reference.diagnostics) :]:
+        unit = units.within(finding.fqn or "")[0]
+        if unit is not None and unit >= units.first:
+            raise UnequalError(f"of each layer is told: {finding.message}")
+    whole = lengthened(made, units)
     options.assign.chosen[:] = _of_all_layers(options.assign.chosen, units)
     for divided in (options.attention.chosen, options.keys.chosen):
         divided[:] = _of_all_layers(divided, units)
-    if (sharded.inputs, sharded.outputs) != (reference.inputs, reference.outputs):
+    if (whole.inputs, whole.outputs) != (reference.inputs, reference.outputs):
         raise UnequalError("inputs and outputs are others")
-    inspect(Combine(), sharded, sharded, 0.0, replace(options, verify=True))  # copies are always checked
-    return sharded
+    inspect(last, whole, whole, 0.0, replace(options, verify=True))  # copies are always checked
+    return whole
 
 
-def _few(reference: Graph, units: Units, bound: Sequence[Bound], options: Options, distribute: Distribute) -> Graph:
-    """The shortened step, sharded. Raises UnequalError where single layers are asked for otherwise than others."""
+def _shortened(
+    reference: Graph, units: Units, bound: Sequence[Bound], options: Options
+) -> tuple[Graph, list[Bound], Options]:
+    """The shortened step, and what is asked of it. Raises UnequalError where single layers are asked for otherwise than
+    others."""
     store = options.store
     stored = _asked(units, [(each.name, each) for each in store.bound])
     layout = _asked(units, [(name, (name, type)) for name, type in store.layout])
@@ -69,17 +121,7 @@ def _few(reference: Graph, units: Units, bound: Sequence[Bound], options: Option
         for each in _asked(units, [(each.name, each) for each in bound])
     ]
     few = replace(options, store=replace(store, bound=stored, layout=layout), keep_gathered=frozenset(gathered))
-    short = shortened(reference, units)
-    try:  # another list may have more
-        sharded = by_few_layers(short, kept, few, distribute)
-    except UnequalError:
-        sharded = None
-    sharded = distribute(short, kept, few) if sharded is None else sharded
-    for finding in sharded.diagnostics[len(reference.diagnostics) :]:
-        unit = units.within(finding.fqn or "")[0]
-        if unit is not None and unit >= units.first:
-            raise UnequalError(f"of each layer is told: {finding.message}")
-    return sharded
+    return shortened(reference, units), kept, few
 
 
 def _asked(units: Units, named: Sequence[tuple[str, T]]) -> tuple[T, ...]:

@@ -150,6 +150,20 @@ class LayerView:
         parts[1::2] = [f"<{int(index) - unit * self.period}>" for index in parts[1::2]]
         return "".join(parts)
 
+    def units_in(self, text: str) -> list[int]:
+        """The units that a text names."""
+        if self.path not in text:
+            return []
+        return [int(index) // self.period for index in self.index.findall(text)]
+
+    def retold(self, text: str, of: Callable[[int], int]) -> str:
+        """A text with other units, as `of` says."""
+        parts = self.index.split(text)
+        for k in range(1, len(parts), 2):
+            unit, element = divmod(int(parts[k]), self.period)
+            parts[k] = f"{self.path}.{of(unit) * self.period + element}"
+        return "".join(parts)
+
 
 class LayerPair:
     """Two units of a view that may say the same. `slot` says where a unit is among those that the view has."""

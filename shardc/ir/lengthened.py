@@ -1,11 +1,21 @@
-"""A graph with a few equal layers, with all of them again: see `equal_layers.py`."""
+"""A graph with a few equal layers, with all of them again: see `equal_layers.py`.
+
+A graph is put together from blocks. A block is what stands from the first value of a unit to that of the next: mostly
+the unit's own values, and those of units near it that passes put off or make early.
+
+    A  [b1 a2 c1]  [b2 a3 c2]  C        units 1 and 2 of the short graph: a2 is made early, in the block of 1
+    A  [b1 a2 c1]  [b2 a3 c2]  [b3 a4 c3]  ...  [b9 a10 c9]  C
+
+Of two blocks that lie side by side and say the same, one is made for each unit between the two. What stands outside of
+blocks is kept.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from torch import fx
@@ -13,120 +23,187 @@ from torch import fx
 from shardc.ir.equal_layers import READ, LayerPair, LayerView
 from shardc.ir.graph import FIELD_VALUES, Graph, ValueInfo, info, set_info
 from shardc.ir.units import UnequalError, Units
-from shardc.torch_compat import add_node
+from shardc.torch_compat import add_node, args_of, kwargs_of
 
 T = TypeVar("T")
-OfUnit = Callable[[int], Any]
+OfBlock = Callable[[int], Any]
 
 
-def lengthened(short: Graph, units: Units) -> Graph:
-    """A copy with the units between `first` and `last` made like these two. Raises UnequalError where they differ."""
-    return _Lengthening(short, units).graph()
+def lengthened(short: Graph, units: Units, lacking: Units | None = None) -> Graph:
+    """A copy with the units between `first` and `last` made like these two, but for those that it is `lacking` still.
+    Raises UnequalError where the two differ."""
+    return _Lengthening(short, units, lacking).graph()
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How twins in two units are those of any: functions of the unit, None where all have the same; and of what is said
-    of the twin in `first`, all `fields`, those that differ by their places."""
+    """How twins in two blocks are those of any: functions of the block's place, None where all have the same; and of
+    what is said of the twin in the block of `first`, all `fields`, those that differ by their places. The twins' unit
+    lies so many places `behind` the block's."""
 
-    args: OfUnit | None
-    kwargs: OfUnit | None
+    args: OfBlock | None
+    kwargs: OfBlock | None
     fields: tuple[Any, ...]
-    differing: list[tuple[int, OfUnit]]
+    differing: list[tuple[int, OfBlock]]
+    behind: int
+    key: str
 
 
 class _Lengthening:
-    """See `lengthened`. Of two twins in `first` and `last` one is made for each unit from the one to the other."""
+    """See `lengthened`. Units go by their places, of which the short graph has `first` and the next for two blocks, and
+    the whole those from `first` to `end`."""
 
-    def __init__(self, short: Graph, units: Units) -> None:
-        self.short, self.units = short, units
+    def __init__(self, short: Graph, units: Units, lacking: Units | None) -> None:
+        self.short, self.units, self.lacking = short, units, lacking
         self.view = LayerView(short, units.path, units.period)
-        self.pair = pair = LayerPair(self.view, units.first, units.last, units.slot)
-        if not pair.holds():
-            raise UnequalError(f"{units.path}: units {units.first} and {units.last} are compiled differently")
-        distance = units.last - units.first
-        if any(step % distance or step // distance not in units.steps for step in pair.steps):
-            raise UnequalError(f"{units.path}: numbers that do not count units")
-        self.kept: dict[fx.Node, fx.Node] = {}
-        self.made: dict[int, dict[str, fx.Node]] = {unit: {} for unit in range(units.first, units.last + 1)}
+        self.pair = LayerPair(self.view, units.first, units.last, units.slot)
+        self.first, self.end = units.first, units.last if lacking is None else lacking.slot(units.last)
+        self.outside: dict[fx.Node, fx.Node] = {}  # what is made of values outside of layers
+        self.inside: dict[tuple[int, str], fx.Node] = {}  # what is made in layers, by place and key
+        self.places: dict[fx.Node, int] = {}  # in the whole, of values that are kept
+        self.ends: dict[fx.Node, int] = {}  # and of those of the two blocks
         self.forms: dict[fx.Node, _Form] = {}
 
     def graph(self) -> Graph:
-        short, unit = self.short, self.view.unit
+        short = self.short
         ports = dict(zip(short.placeholders, short.inputs, strict=True))
-        inputs = [
-            self._between(ports[x], ports[y], at) if y is not None else ports[x]
-            for x, y, at in self._spread(short.placeholders, unit.get)
-        ]
-        self.whole = whole = Graph(fx.Graph(), short.mesh, inputs, [], short.name)
         calls = [node for node in short.fx.nodes if node.op == "call_function"]
-        for x, y, at in (*self._spread(short.placeholders, unit.get), *self._spread(calls, unit.get)):
+        inputs = list(self._spread(short.placeholders, lambda node: node))
+        made = [ports[x] if y is None else self._between(ports[x], ports[y], at) for x, y, at in inputs]
+        self.whole = whole = Graph(fx.Graph(), short.mesh, made, [], short.name)
+        for x, y, at in (*inputs, *self._spread(calls, lambda node: node)):
             if y is None:
-                self._keep(x)
+                self._keep(x, at)
             else:
                 self._make(x, y, at)
-        returned = zip(short.outputs, short.output_values, strict=True)
-        outputs = self._pairs(returned, lambda each: unit.get(each[1]))
+        self._check_complete()
+        outputs = self._pairs(zip(short.outputs, short.output_values, strict=True), 1)
         whole.outputs = tuple(port for port, _ in outputs)
         whole.fx.output([value for _, value in outputs])
         there = set(short.fx.nodes)  # passes may have erased values that these tables still hold
         whole.activations, whole.gradients = (
-            dict(self._pairs(((k, v) for k, v in table.items() if v in there), lambda each: unit.get(each[1])))
+            dict(self._pairs(((k, v) for k, v in table.items() if v in there), 1))
             for table in (short.activations, short.gradients)
         )
-        stored, seeds = short.stored.items(), short.seeds.items()
-        whole.stored = dict(self._pairs((each for each in stored if each[0] in there), lambda each: unit.get(each[0])))
-        whole.seeds = dict(self._pairs((each for each in seeds if each[0] in there), lambda each: unit.get(each[0])))
-        whole.priorities = self._priorities()
+        whole.stored, whole.seeds, whole.priorities = (
+            dict(self._pairs(((k, v) for k, v in table.items() if k in there), 0))
+            for table in (short.stored, short.seeds, short.priorities)
+        )
         whole.diagnostics, whole.microbatches, whole.halves = list(short.diagnostics), short.microbatches, short.halves
         whole.tokens, whole.gathers_once, whole.units = short.tokens, short.gathers_once, short.units[:-1]
+        if self.lacking is not None:
+            whole.units += (self.lacking,)
         whole.taken = self._names()
         return whole
 
-    def _spread(self, items: Iterable[T], unit: Callable[[T], int | None]) -> Iterator[tuple[T, T | None, int]]:
-        """Items in the order that they have in the whole: with its twin and its unit what is made, alone what is kept.
-
-        What belongs to `first` and `last` has to lie side by side, in either order."""
-        first, last = self.units.first, self.units.last
-        groups = [(of, list(group)) for of, group in groupby(items, unit)]
-        each = iter(groups)
-        for of, group in each:
-            if of not in (first, last):
-                yield from ((item, None, 0) for item in group)
+    # ------------------------------------------------------------------ the order
+    def _spread(self, items: Iterable[T], value_of: Callable[[T], fx.Node]) -> Iterator[tuple[T, T | None, int]]:
+        """Items in the order that they have in the whole: with its twin and the place of the block what is made, alone
+        what is kept, with its own place, -1 outside of layers."""
+        items = list(items)
+        values = list(map(value_of, items))
+        blocks = dict(self._blocks(items, values))
+        made = {self.view.key[values[x]]: self._slot(values[x]) for pairs in blocks.values() for x, _ in pairs}
+        index = 0
+        while index < len(items):
+            pairs = blocks.get(index)
+            if pairs is None:
+                yield items[index], None, self._place_of_kept(values[index], made)
+                index += 1
                 continue
-            beside, others = next(each, (None, []))
-            if {of, beside} != {first, last} or len(group) != len(others):
-                raise UnequalError(f"{self.units.path}: units {first} and {last} do not lie side by side")
-            order = range(first, last + 1) if of == first else range(last, first - 1, -1)
-            pairs = list(zip(group, others, strict=True) if of == first else zip(others, group, strict=True))
-            if not all(self.pair.same(x, y) for x, y in pairs):
+            places = range(self.first, self.end + 1)
+            for at in places if pairs[0][0] == index else reversed(places):
+                yield from ((items[x], items[y], at) for x, y in pairs)
+            index += 2 * len(pairs)
+
+    def _blocks(self, items: Sequence[Any], values: Sequence[fx.Node]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Where two blocks begin that lie side by side, and the places of their items: in that of `first`, of `last`."""
+        first, last = self.units.first, self.units.last
+        unit, key = self.view.unit, self.view.key
+        places: dict[tuple[int, str], int] = {}
+        for index, value in enumerate(values):
+            if (of := unit.get(value)) in (first, last):
+                places.setdefault((of, key[value]), index)
+        index, within = 0, set[str]()
+        while index < len(items):
+            of, twin = unit.get(values[index]), -1
+            if of in (first, last) and key[values[index]] not in within:
+                twin = places.get((last if of == first else first, key[values[index]]), -1)
+            if twin <= index:  # it has none, or such values are made in other blocks
+                index += 1
+                continue
+            ends = range(index, twin), range(twin, 2 * twin - index)
+            pairs = list(zip(*(ends if of == first else reversed(ends)), strict=True))
+            if ends[1].stop > len(items) or not all(self._alike(items[x], items[y]) for x, y in pairs):
                 raise UnequalError(f"{self.units.path}: units {first} and {last} have another order")
-            yield from ((x, y, at) for at in order for x, y in pairs)
+            yield index, pairs
+            within.update(key[values[x]] for x, _ in pairs)
+            index = ends[1].stop
 
-    def _pairs(self, items: Iterable[T], unit: Callable[[T], int | None]) -> list[T]:
-        return [self._kept(x, None) if y is None else self._between(x, y, at) for x, y, at in self._spread(items, unit)]
+    def _place_of_kept(self, value: fx.Node, made: Mapping[str, int]) -> int:
+        """`made`: by key, the place of what is in the block of `first`: what lies before it counts from there."""
+        if value not in self.view.unit:
+            return -1
+        slot = self._slot(value)
+        return slot if slot <= made.get(self.view.key[value], self.first) else slot - self.first - 1 + self.end
 
-    def _keep(self, node: fx.Node) -> None:
-        unit = self.view.unit.get(node)
-        args, kwargs = self._kept(node.args, unit), self._kept(node.kwargs, unit)
-        self.kept[node] = copy = add_node(self.whole.fx, node.op, node.target, args, kwargs, node.name)
-        set_info(copy, info(node))
+    def _alike(self, x: Any, y: Any) -> bool:
+        """Are two items twins, that of the block of `first` and that of the block of `last`?"""
+        if not isinstance(x, fx.Node):
+            return self.pair.same(x, y)
+        if not (self.pair.same(x, y) and self.pair.twins(x, y)):
+            return False
+        distance = self.units.last - self.units.first
+        return all(step % distance == 0 and step // distance in self.units.steps for step in self.pair.steps)
 
+    def _pairs(self, items: Iterable[tuple[Any, Any]], place: int) -> list[tuple[Any, Any]]:
+        """What a graph says of values, of all units; at the `place` of each item is the value."""
+        found: list[tuple[Any, Any]] = []
+        for x, y, at in self._spread(items, operator.itemgetter(place)):
+            found.append(self._between(x, y, at) if y is not None else _Kept(self, x[place], at).item(x))
+        return found
+
+    def _check_complete(self) -> None:
+        """Raises UnequalError where one unit lacks a value that another one has."""
+        places, keys = range(self.first, self.end + 1), self.view.members.get(self.units.first, {})
+        if not all((place, key) in self.inside for place in places for key in keys):
+            raise UnequalError(f"{self.units.path}: values are put off differently in layers")
+        if sum(place in places for place, _ in self.inside) != len(places) * len(keys):
+            raise UnequalError(f"{self.units.path}: layers are compiled differently")
+
+    # ------------------------------------------------------------------ what is kept
+    def _keep(self, node: fx.Node, place: int) -> None:
+        kept = _Kept(self, node, place)
+        args, kwargs = kept.part(args_of), kept.part(kwargs_of)
+        copy = add_node(self.whole.fx, node.op, node.target, args, kwargs, node.name)
+        set_info(copy, kept.said())
+        if place < 0:
+            self.outside[node] = copy
+        else:
+            self._add(place, self.view.key[node], copy)
+            self.places[node] = place
+
+    def _add(self, place: int, key: str, value: fx.Node) -> None:
+        if (place, key) in self.inside:
+            raise UnequalError(f"{self.units.path}: {key} is there twice")
+        self.inside[place, key] = value
+
+    # ------------------------------------------------------------------ what is made
     def _make(self, x: fx.Node, y: fx.Node, at: int) -> None:
-        name = x.name if at == self.units.first else y.name if at == self.units.last else f"{x.name}_{at}"
+        name = x.name if at == self.first else y.name if at == self.end else f"{x.name}_{at}"
         target = name if x.op == "placeholder" else x.target
         form = self.forms.get(x)
         if form is None:
             form = self.forms[x] = self._form(x, y)
         args = x.args if form.args is None else form.args(at)
         kwargs = x.kwargs if form.kwargs is None else form.kwargs(at)
-        self.made[at][self.view.key[x]] = copy = add_node(self.whole.fx, x.op, target, args, kwargs, name)
-        if at == self.units.first:
-            set_info(copy, info(x))
-            return
+        copy = add_node(self.whole.fx, x.op, target, args, kwargs, name)
+        self._add(at + form.behind, form.key, copy)
+        if at in (self.first, self.end):
+            self.ends[x if at == self.first else y] = at + form.behind
         fields = list(form.fields)
-        for k, of_unit in form.differing:
-            fields[k] = of_unit(at)
+        for k, of_block in form.differing:
+            fields[k] = of_block(at)
         set_info(copy, ValueInfo(*fields))
 
     def _form(self, x: fx.Node, y: fx.Node) -> _Form:
@@ -137,31 +214,19 @@ class _Lengthening:
             self._varying(x.args, y.args),
             self._varying(x.kwargs, y.kwargs),
             fields,
-            [(k, of_unit) for k, of_unit in differing if of_unit is not None],
+            [(k, of_block) for k, of_block in differing if of_block is not None],
+            self._slot(x) - self.first,
+            self.view.key[x],
         )
 
-    def _kept(self, value: Any, unit: int | None) -> Any:
-        """A part of a call of a unit that is kept, or of none. It may read of `first` and `last` what is beside it."""
-
-        def operand(node: fx.Node) -> fx.Node:
-            of = self.view.unit.get(node)
-            if of not in (self.units.first, self.units.last):
-                return self._there(self.kept, node)
-            if unit != of + (1 if of == self.units.last else -1):
-                raise UnequalError(f"{info(node).name} is read outside of its layer and the next")
-            return self._there(self.made[of], self.view.key[node])
-
-        if type(value) is tuple:
-            return tuple(self._kept(each, unit) for each in value)
-        return fx.map_arg(value, operand)
-
     def _between(self, x: T, y: T, at: int) -> T:
-        """What a unit has where `first` has `x` and `last` has `y`."""
-        of_unit = self._varying(x, y)
-        return x if of_unit is None else of_unit(at)
+        """What the block of a unit has where that of `first` has `x` and that of `last` has `y`."""
+        of_block = self._varying(x, y)
+        return x if of_block is None else of_block(at)
 
-    def _varying(self, x: Any, y: Any) -> OfUnit | None:
-        """What each unit has where `first` has `x` and `last` has `y`; None where all of them have `x`."""
+    def _varying(self, x: Any, y: Any) -> OfBlock | None:
+        """What the block of each unit has where that of `first` has `x` and that of `last` has `y`; None where all of
+        them have `x`."""
         kind = type(x)
         if kind is fx.Node:
             return self._operand(x, y)
@@ -178,66 +243,58 @@ class _Lengthening:
             return self._items(READ[kind](x), READ[kind](y), lambda items: kind(*items))
         if kind is int and x != y:
             first, step = self.units.first, (y - x) // (self.units.last - self.units.first)
-            return lambda at: x + step * (at - first)
+            return lambda at: x + step * (self.unit(at) - first)
         return None
 
-    def _items(self, x: Sequence[Any], y: Sequence[Any], make: Callable[[list[Any]], Any]) -> OfUnit | None:
+    def _items(self, x: Sequence[Any], y: Sequence[Any], make: Callable[[list[Any]], Any]) -> OfBlock | None:
         each = [self._varying(a, b) for a, b in zip(x, y, strict=True)]
-        varying = [(k, of_unit) for k, of_unit in enumerate(each) if of_unit is not None]
+        varying = [(k, of_block) for k, of_block in enumerate(each) if of_block is not None]
         if not varying:
             return None
 
-        def of_unit(at: int) -> Any:
+        def of_block(at: int) -> Any:
             items = list(x)
             for k, item in varying:
                 items[k] = item(at)
             return make(items)
 
-        return of_unit
+        return of_block
 
-    def _operand(self, x: fx.Node, y: fx.Node) -> OfUnit:
+    def _operand(self, x: fx.Node, y: fx.Node) -> OfBlock:
         if x is y:
-            if self.view.unit.get(x) in (self.units.first, self.units.last):
-                raise UnequalError(f"{info(x).name} is read by every layer")
-            return lambda at: self._there(self.kept, x)
-        unit, key = self.view.unit[x], self.view.key[x]
-        behind = self.units.slot(unit) - self.units.slot(self.units.first)
-        if abs(behind) > 1:
-            raise UnequalError(f"{info(x).name} is read outside of its layer and the next")
-
-        def of_unit(at: int) -> fx.Node:
-            twins = self.made.get(at + behind)  # by key; None of a unit that is kept
-            if twins is not None:
-                return self._there(twins, key)
-            return self._there(self.kept, self.view.members[at + behind][key])
-
-        return of_unit
-
-    @staticmethod
-    def _there(values: Mapping[Any, fx.Node], key: object) -> fx.Node:
-        if key not in values:
-            raise UnequalError(f"{key} is read before it is there")
-        return values[key]
+            return lambda at: self.read(x)
+        key, behind = self.view.key[x], self._slot(x) - self.first
+        return lambda at: self.read_inside(at + behind, key)
 
     def _text(self, text: str, at: int) -> str:
-        """A text of `first`, for the unit `at`."""
-        parts = self.view.index.split(text)
-        for k in range(1, len(parts), 2):
-            unit, element = divmod(int(parts[k]), self.units.period)
-            beside = at + self.units.slot(unit) - self.units.slot(self.units.first)
-            parts[k] = f"{self.units.path}.{beside * self.units.period + element}"
-        return "".join(parts)
+        """A text of the block of `first`, in another."""
+        return self.view.retold(text, lambda unit: self.unit(at + self.units.slot(unit) - self.first))
 
-    def _priorities(self) -> dict[fx.Node, dict[tuple[int, str], int]]:
-        there: dict[fx.Node, dict[tuple[int, str], int]] = {}
-        for node, priorities in self.short.priorities.items():
-            unit = self.view.unit.get(node)
-            if node in self.kept:
-                there[self.kept[node]] = priorities
-            elif unit is not None and unit == self.units.first:
-                key = self.view.key[node]
-                there |= {made[key]: priorities for made in self.made.values()}
-        return there
+    # ------------------------------------------------------------------ places
+    def _slot(self, value: fx.Node) -> int:
+        return self.units.slot(self.view.unit[value])
+
+    def unit(self, place: int) -> int:
+        """The unit in a place of the whole."""
+        return place if self.lacking is None else self.lacking.at(place)
+
+    def place_of(self, value: fx.Node) -> int | None:
+        """The place in the whole of a value of the short graph, None before it is there."""
+        return self.places.get(value, self.ends.get(value))
+
+    def read(self, node: fx.Node) -> fx.Node:
+        """What is made of a value that is kept."""
+        if node in self.view.unit:
+            return self.read_inside(self.places.get(node, -1), self.view.key[node])
+        if node not in self.outside:
+            raise UnequalError(f"{info(node).name} is read before it is there")
+        return self.outside[node]
+
+    def read_inside(self, place: int, key: str) -> fx.Node:
+        value = self.inside.get((place, key))
+        if value is None:
+            raise UnequalError(f"{key} is read before it is there, or by every layer")
+        return value
 
     def _names(self) -> dict[str, int]:
         """The names that are taken, those of values that passes erased too."""
@@ -245,5 +302,94 @@ class _Lengthening:
         for name, count in self.short.taken.items():
             found = self.view.index.search(name)
             if found is not None and int(found[1]) // self.units.period == self.units.first:
-                names |= {self._text(name, unit): count for unit in self.units.removed}
+                names |= {self._text(name, at): count for at in range(self.first + 1, self.end)}
         return names
+
+
+class _Kept:
+    """A value that is kept, or what is said of it, and its `place` in the whole: -1 outside of layers.
+
+    In the short graph it may read another unit across those that are left out. It means this very unit (as all layers
+    may read something of the first), or the one as many units away. Its `twin` in the unit beside it tells which.
+    Raises UnequalError where it has none, and where a value outside of layers reads units that are made."""
+
+    def __init__(self, of: _Lengthening, node: fx.Node, place: int) -> None:
+        self.of, self.view, self.node, self.place = of, of.view, node, place
+        self.moved = place - of.units.slot(of.view.unit[node]) if place >= 0 else 0
+
+    def said(self) -> ValueInfo:
+        """What is known of it."""
+        about = info(self.node)
+        return ValueInfo(*self.part(lambda node: FIELD_VALUES(info(node)))) if self._is_unclear(about) else about
+
+    def part(self, of: Callable[[fx.Node], Any]) -> Any:
+        """A part of what a node says, as it is in the whole."""
+        part = of(self.node)
+        return self._told(part, of(self.twin) if self._is_unclear(part) else part)
+
+    def item(self, item: tuple[Any, Any]) -> tuple[Any, Any]:
+        """What a graph's table says of it."""
+        told = tuple(self._item(part) if part is self.node else part for part in item)
+        if self._is_unclear([part for part in item if part is not self.node]):
+            raise UnequalError(f"{info(self.node).name} is said to be of another layer")
+        return told[0], told[1]
+
+    def _item(self, node: fx.Node) -> fx.Node:
+        return self.of.outside[node] if self.place < 0 else self.of.read_inside(self.place, self.view.key[node])
+
+    @cached_property
+    def twin(self) -> fx.Node:
+        """The value of a unit beside its own that says the same."""
+        slot, unit, key = self.of.units.slot, self.view.unit[self.node], self.view.key[self.node]
+        for other in (each for each in self.view.members if abs(slot(each) - slot(unit)) == 1):
+            twin = self.view.members[other].get(key)
+            if twin is not None and LayerPair(self.view, other, unit, slot).twins(twin, self.node):
+                return twin
+        raise UnequalError(f"{info(self.node).name} may read one unit or another")
+
+    def _as_far(self, unit: int) -> int:
+        """The place in the whole that is as far away as a unit is in the short graph."""
+        return self.moved + self.of.units.slot(unit)
+
+    def _is_unclear(self, x: Any) -> bool:
+        """Does it say something of a unit that may be another one in the whole?"""
+        kind = type(x)
+        if kind is fx.Node:
+            unit = self.view.unit.get(x)
+            if self.place < 0:
+                if unit in (self.of.units.first, self.of.units.last):
+                    raise UnequalError(f"{info(x).name} is read outside of its layer and the next")
+                return False
+            return unit is not None and self._as_far(unit) != self.of.place_of(x)
+        if kind is str:
+            units = self.view.units_in(x) if self.place >= 0 else ()
+            return any(self.of.unit(self._as_far(unit)) != unit for unit in units)
+        if isinstance(x, tuple | list):
+            return any(map(self._is_unclear, x))
+        if isinstance(x, dict):
+            return any(map(self._is_unclear, x.values()))
+        if kind is ValueInfo:
+            return any(map(self._is_unclear, FIELD_VALUES(x)))
+        return kind in READ and any(map(self._is_unclear, READ[kind](x)))
+
+    def _told(self, x: Any, y: Any) -> Any:
+        """A part, where its twin has `y`."""
+        kind = type(x)
+        if kind is fx.Node:
+            if x is y and self._is_unclear(x):
+                return self.of.read(x)
+            return self._operand(x)
+        if kind is str:
+            return x if x == y else self.view.retold(x, lambda unit: self.of.unit(self._as_far(unit)))
+        if isinstance(x, tuple | list):
+            return (tuple if isinstance(x, tuple) else kind)(map(self._told, x, y))
+        if isinstance(x, dict):
+            return {key: self._told(value, y[key]) for key, value in x.items()}
+        if kind in READ:
+            return x if x == y else kind(*map(self._told, READ[kind](x), READ[kind](y)))
+        return x
+
+    def _operand(self, x: fx.Node) -> fx.Node:
+        if self.place < 0 or x not in self.view.unit:
+            return self.of.read(x)
+        return self.of.read_inside(self._as_far(self.view.unit[x]), self.view.key[x])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class UnequalError(Exception):
@@ -45,6 +45,14 @@ class Units:
     def slot(self, unit: int) -> int:
         """The place of a unit among those of a shortened graph."""
         return unit if unit <= self.first else unit - len(self.removed)
+
+    def at(self, slot: int) -> int:
+        """The unit in a place of a shortened graph."""
+        return slot if slot <= self.first else slot + len(self.removed)
+
+    def narrowed(self, before: int, behind: int) -> Units:
+        """Those that a graph lacks that has so many more of them at either end."""
+        return replace(self, first=self.first + before, last=self.last - behind)
 
 
 def refuse_several(all_units: Iterable[Units], names: Iterable[str]) -> None:

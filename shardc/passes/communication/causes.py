@@ -7,16 +7,18 @@ each of its axes, for good: a localized graph, or one from a file, does not tell
 
 A value has one cause, but several axes, and each may be from another annotation; so the way back follows one axis: from
 a tensor that it shards, through a call, to another tensor of that call with the same piece, and on to a tensor that the
-user annotated. The shortest such way is the one that a reader needs; one that only looks at what the value was computed
-from is preferred, then one that keeps out of the backward pass. All ways of a graph are found at once, breadth first
-from the annotations on, so that a thousand gradients cost one walk.
+user annotated. One that only looks at what the value was computed from is preferred, then the one with the fewest calls
+of backward, and of these the shortest: so the gradients of all layers are reduced over `dp` because the inputs are cut,
+and not those of the last layers because the labels are. All ways of a graph are found at once, nearest first from the
+annotations on (Dijkstra 1959), so that a thousand gradients cost one walk.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 from typing import Literal
 
 from torch import fx
@@ -37,6 +39,8 @@ COLLECTIVES = (*REDUCTIONS, *GATHERS, EXCHANGE_COUNTS, *ROW_MOVES)
 MOVES = (*COLLECTIVES, local.shard_slice, local.slice_blocks)
 Place = tuple[fx.Node, int]  # a value and one of its flat atoms
 Way = list[tuple[Place, fx.Node | None]]  # from an annotated place on, each with the call that handed it the axis
+# How far a place is (calls of backward, and all calls), the place before it, and the call between.
+_Step = tuple[tuple[int, int], Place, fx.Node | None]
 Scope = Literal["upstream", "forward", "anywhere"]
 
 
@@ -78,7 +82,7 @@ class Causes:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._shared: dict[str, dict[Place, list[_Shared]]] | None = None
-        self._reached_by_scope: dict[tuple[str, Scope], dict[Place, tuple[int, Place, fx.Node | None]]] = {}
+        self._reached_by_scope: dict[tuple[str, Scope], dict[Place, _Step]] = {}
 
     def cause(self, moved: fx.Node, axis: str) -> Requirement | None:
         """The annotation behind an axis of a collective, or the storage or optimizer that it is for; None if there is
@@ -106,29 +110,31 @@ class Causes:
                 return _path(reached, min(near, key=lambda place: reached[place][0]))
         return []
 
-    def _reached(self, axis: str, scope: Scope) -> dict[Place, tuple[int, Place, fx.Node | None]]:
-        """For each place that can be reached: how far it is, the place before it, and the call between."""
+    def _reached(self, axis: str, scope: Scope) -> dict[Place, _Step]:
+        """The last step to each place that can be reached."""
         if (axis, scope) in self._reached_by_scope:
             return self._reached_by_scope[axis, scope]
         if self._shared is None:
             self._shared = _shared(self.graph)
         groups = self._shared.get(axis, {})
-        reached: dict[Place, tuple[int, Place, fx.Node | None]] = {}
-        for value, seed in self.graph.seeds.items():
-            for atom, axes in enumerate(seed.placement):
-                if axis in axes:
-                    reached[value, atom] = 0, (value, atom), None
-        queue = deque(reached)
-        while queue:
-            place = queue.popleft()
-            far = reached[place][0] + 1
+        reached: dict[Place, _Step] = {}
+        seeds = self.graph.seeds.items()
+        starts = [(v, atom) for v, seed in seeds for atom, axes in enumerate(seed.placement) if axis in axes]
+        number = count()  # of equally far places the one that was found first
+        near = [((0, 0), next(number), place, place, None) for place in starts]
+        while near:
+            far, _, place, earlier, call = heappop(near)
+            if place in reached:
+                continue
+            reached[place] = far, earlier, call
             for group in groups.get(place, ()):
-                if scope == "forward" and info(group.call).phase != "fwd":
+                is_forward = info(group.call).phase == "fwd"
+                if scope == "forward" and not is_forward:
                     continue
+                further = (far[0] + (not is_forward), far[1] + 1)
                 for other in group.of_results if scope == "upstream" else group.places:
                     if other not in reached:
-                        reached[other] = far, place, group.call
-                        queue.append(other)
+                        heappush(near, (further, next(number), other, place, group.call))
         self._reached_by_scope[axis, scope] = reached
         return reached
 
@@ -192,12 +198,12 @@ def _sharded(value: fx.Node, axis: str) -> Iterator[Place]:
     return ((value, i) for i, axes in enumerate(type_of(value).placement) if axis in axes)
 
 
-def _path(reached: dict[Place, tuple[int, Place, fx.Node | None]], place: Place) -> Way:
+def _path(reached: dict[Place, _Step], place: Place) -> Way:
     way: Way = []
     while True:
-        far, earlier, call = reached[place]
+        _, earlier, call = reached[place]
         way.append((place, call))
-        if not far:
+        if call is None:
             return way[::-1]
         place = earlier
 
