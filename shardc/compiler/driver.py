@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from shardc.compiler.decompose_auto import DecomposeChoice, can_decompose, choose
 from shardc.compiler.layer_copies import finished_by_layers, sharded_by_layers
@@ -144,7 +143,9 @@ def _by_layers(task: Task, reference: Graph, options: Options) -> StagedProgram 
             raise UnequalError("whether products are decomposed is predicted of the whole step")
         return finish(staged, few, fused=False, merged=False).body
 
-    whole = finished_by_layers(reference, task.bound, options, of_few)
+    # Updates, and products of 8-bit floats, may be asked for layer by layer.
+    traced = task.traced.units if task.updates is None and options.quantize.compute is None else ()
+    whole = finished_by_layers(reference, task.bound, options, of_few, traced)
     if whole is None:
         return None
     merge = [pass_ for pass_ in call_passes(options) if isinstance(pass_, MergeUpdates)]

@@ -30,23 +30,33 @@ Distribute = Callable[[Graph, Sequence[Bound], Options], Graph]
 FINISHED_BESIDE = (3, 5)  # so many more layers at either end go through all passes: some look beyond their neighbours
 
 
-def finished_by_layers(reference: Graph, bound: Sequence[Bound], options: Options, finish: Distribute) -> Graph | None:
+def finished_by_layers(
+    reference: Graph,
+    bound: Sequence[Bound],
+    options: Options,
+    finish: Distribute,
+    traced: Sequence[Units] = (),
+) -> Graph | None:
     """What `finish` makes of a step, by doing it to few of its equal layers: the graph that ranks run, before it has
-    kernels. None where all layers have to be looked at."""
+    kernels. None where all layers have to be looked at. Those that are `traced` as equal are so in the reference."""
     if options.watch is not None:
         return None
     try:
-        return finished_by_few_layers(reference, bound, options, finish)
+        return finished_by_few_layers(reference, bound, options, finish, traced)
     except Exception:  # also a check that failed: whatever is wrong with few layers, all of them are looked at
         return None
 
 
 def finished_by_few_layers(
-    reference: Graph, bound: Sequence[Bound], options: Options, finish: Distribute
+    reference: Graph,
+    bound: Sequence[Bound],
+    options: Options,
+    finish: Distribute,
+    traced: Sequence[Units] = (),
 ) -> Graph | None:
     """The same. Raises UnequalError where layers turn out not to be equal, and ShardcError for what is wrong with few
     of them."""
-    units = equal_layers(reference)
+    units = equal_layers(reference, traced)
     units = None if units is None else units.narrowed(*FINISHED_BESIDE)
     if units is None or len(units.removed) < LEAST:
         return None

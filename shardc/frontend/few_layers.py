@@ -105,7 +105,15 @@ class Unrecorded:
             raise UnequalError("inputs and outputs are others")
         modules = dict(self._of_all_modules(traced.modules))
         unused = tuple(name for name in trained if self.twin(name) in traced.unused)
-        return replace(traced, inputs=tuple(every), outputs=tuple(outputs), modules=modules, unused=unused, whole=whole)
+        return replace(
+            traced,
+            inputs=tuple(every),
+            outputs=tuple(outputs),
+            modules=modules,
+            unused=unused,
+            whole=whole,
+            units=short.units,
+        )
 
     def _in_layer(self, name: str) -> bool:
         """Is it in any layer of a list of which some are left out?"""
