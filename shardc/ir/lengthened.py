@@ -117,7 +117,7 @@ class _Lengthening:
             index += 2 * len(pairs)
 
     def _blocks(self, items: Sequence[Any], values: Sequence[fx.Node]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Where two blocks begin that lie side by side; the places of their items, that of `first` and that of `last`."""
+        """Where two blocks lie side by side, and the places of their items: that of `first` and that of `last`."""
         first, last = self.units.first, self.units.last
         unit, key = self.view.unit, self.view.key
         places: dict[tuple[int, str], int] = {}
