@@ -24,11 +24,8 @@ from __future__ import annotations
 
 import math
 import operator
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate, islice
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -38,14 +35,13 @@ from shardc.cost.memory import memory
 from shardc.cost.streams import device_seconds
 from shardc.ir.call_slots import SlottedCalls, slotted_calls
 from shardc.ir.collectives import collective
-from shardc.ir.graph import Graph, info, op_name, operands, producer
+from shardc.ir.graph import Graph, op_name
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.microbatch import sections
-from shardc.ir.ops.collectives import COLLECTIVES
-from shardc.ir.ops.exchange import EXCHANGES
 from shardc.ir.overlap_schedule import PASS_ON, sums_gradients
 from shardc.ir.storages import Storage, layouts
 from shardc.passes.base import Pass
+from shardc.passes.communication.late_products import Assignment, Movable
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ class LateGradients(Pass):
             listed = None
             costs = {node: _counted(graph, node) for node in order}
             room, read = [math.inf] * len(order), dict.fromkeys(movable.products, ())
-        assigned = _Assignment(order, movable, costs, room, read)
+        assigned = Assignment(order, movable, costs, room, read)
         placed = _placed(order, movable, assigned.behind())
         if placed == order:
             return graph
@@ -148,137 +144,6 @@ def _reordered(graph: Graph, order: Sequence[fx.Node]) -> Graph:
     for node in order:
         graph.output_node.prepend(node)
     return graph
-
-
-@dataclass(frozen=True)
-class Movable:
-    """`products` may be put off, and the calls that may follow them: nothing else in backward reads either. Backward
-    waits for the `awaited` collectives."""
-
-    products: frozenset[fx.Node]
-    followers: frozenset[fx.Node]
-    awaited: tuple[fx.Node, ...]
-
-    @classmethod
-    def of(cls, order: Sequence[fx.Node]) -> Movable:
-        products, followers = set[fx.Node](), set[fx.Node]()
-        for node in reversed(order):
-            if info(node).phase != "bwd" or not node.users:
-                continue
-            if not all(u.op == "output" or u in followers or info(u).phase == "opt" for u in node.users):
-                continue
-            if op_name(node.target) in COUNTS and node.target not in EXCHANGES:
-                products.add(node)
-            elif node.target not in COLLECTIVES or sums_gradients(node):
-                followers.add(node)
-        return cls(frozenset(products), frozenset(followers), tuple(node for node in order if _is_awaited(node)))
-
-
-def _is_awaited(node: fx.Node) -> bool:
-    """Does backward wait for this collective, which can begin no earlier than backward has made its operand?"""
-    if node.target not in COLLECTIVES or info(node).phase != "bwd" or sums_gradients(node):
-        return False
-    return any(info(producer(value)[0]).phase == "bwd" for value in operands(node) if value.op == "call_function")
-
-
-@dataclass
-class _Assignment:
-    """Which product runs behind which collective. `room` is how many bytes more may be held at each place of the order,
-    `read` the bytes that a product holds by itself from a place on."""
-
-    order: Sequence[fx.Node]
-    movable: Movable
-    costs: Mapping[fx.Node, CallCost]
-    room: list[float]
-    read: Mapping[fx.Node, Sequence[tuple[int, int]]]
-    taken: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
-
-    def behind(self) -> dict[fx.Node, fx.Node]:
-        """A collective for each product that is put off.
-
-        From the last collective to the first, each takes the latest products before it. What a product takes longer
-        than its collective needs may be lacking elsewhere: `slack` is how much all collectives can do without.
-        """
-        self.place = {node: index for index, node in enumerate(self.order)}
-        missing = self._lacking()
-        lacking, spent = list(missing), dict(missing)
-        made, needed = self._made(lacking), list(accumulate(spent.values()))
-        places = [self.place[product] for product in self.products]
-        for most, wasteful in ((1, False), (len(self.products), False), (len(self.products), True)):
-            for index in reversed(range(len(lacking))):
-                awaited = lacking[index]
-                taken = 0
-                for product in reversed(self.products[: bisect_right(places, self.place[awaited])]):
-                    if missing[awaited] <= 0 or taken == most:
-                        break
-                    if product in self.taken:
-                        continue
-                    seconds = self._seconds(product)
-                    waste = max(0.0, seconds - missing[awaited])
-                    # How much longer this collective could compute without one behind it lacking any.
-                    slack = min(map(operator.sub, made[index:], needed[index:])) if waste else 0.0
-                    lost = max(0.0, waste - max(0.0, slack))
-                    if (not wasteful and lost > missing[awaited]) or not self._hold(product, awaited):
-                        continue
-                    self.taken[product] = awaited
-                    missing[awaited] -= seconds
-                    taken += 1
-                    if waste:
-                        spent[awaited] += waste
-                        needed = list(accumulate(spent.values()))
-        return self.taken
-
-    @cached_property
-    def products(self) -> list[fx.Node]:
-        return [node for node in self.order if node in self.movable.products and self._seconds(node)]
-
-    def _seconds(self, node: fx.Node) -> float:
-        cost = self.costs.get(node)
-        return 0.0 if cost is None or cost.kind == "collective" else cost.seconds
-
-    def _lacking(self) -> dict[fx.Node, float]:
-        """Of each collective that is waited for, how long it has nothing to run beside it but products put off."""
-        lacking: dict[fx.Node, float] = {}
-        for node in self.movable.awaited:
-            begins = max(self.place[value] for value in node.all_input_nodes if value in self.place)
-            missing = self.costs[node].seconds
-            for call in islice(self.order, begins + 1, None):
-                if call in node.users or missing <= 0:
-                    break
-                if call not in self.movable.products:
-                    missing -= self._seconds(call)
-            if missing > 0:
-                lacking[node] = missing
-        return lacking
-
-    def _made(self, lacking: Sequence[fx.Node]) -> list[float]:
-        """How many seconds the products take that lie before each collective."""
-        made, before, products = 0.0, list[float](), iter(self.products)
-        product = next(products, None)
-        for awaited in lacking:
-            while product is not None and self.place[product] < self.place[awaited]:
-                made += self._seconds(product)
-                product = next(products, None)
-            before.append(made)
-        return before
-
-    def _hold(self, product: fx.Node, awaited: fx.Node) -> bool:
-        """Whether there is room for what a product reads until then; it is taken."""
-        start, until = self.place[product], self.place[awaited] + 1
-        spans = sorted((max(first, start), size) for first, size in self.read[product])
-        ends = [*(first for first, _ in spans[1:]), until][: len(spans)]
-        held, needed = 0, list[tuple[int, int, int]]()
-        for (first, size), end in zip(spans, ends, strict=True):
-            held += size
-            if first < min(end, until):
-                needed.append((first, min(end, until), held))
-        if min(self.room[start:until], default=0.0) < 0.0 or any(
-            bytes > min(self.room[first:end]) for first, end, bytes in needed
-        ):
-            return False
-        for first, end, bytes in needed:
-            self.room[first:end] = [room - bytes for room in self.room[first:end]]
-        return True
 
 
 def _room(
