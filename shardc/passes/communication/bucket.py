@@ -46,6 +46,7 @@ from shardc.ir.ops.decomposed import DECOMPOSED
 from shardc.ir.provenance import Cause, Derivation
 from shardc.ir.schema import given
 from shardc.ir.types import Atom, Axes, Partial, TensorType
+from shardc.ir.units import UnequalError
 from shardc.passes.base import Pass
 from shardc.passes.communication.prefetch import weights_of
 from shardc.passes.fusion.analysis.view_analysis import VIEWS
@@ -93,6 +94,8 @@ def bucket(graph: Graph, size: int = DEFAULT.bucket_bytes) -> Graph:
             allowed = memory(graph, listed=False).peak + size
         if memory(bucketed, listed=False).peak <= allowed:
             return bucketed
+        if graph.units:
+            raise UnequalError("buckets are too large for few layers")
     return graph
 
 

@@ -80,7 +80,7 @@ class LateGradients(Pass):
             listed = None
             costs = {node: _counted(graph, node) for node in order}
             room, read = [math.inf] * len(order), dict.fromkeys(movable.products, ())
-        assigned = Assignment(order, movable, costs, room, read)
+        assigned = Assignment(order, movable, costs, room, read, bool(graph.units))
         placed = _placed(order, movable, assigned.behind())
         if placed == order:
             return graph

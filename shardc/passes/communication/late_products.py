@@ -30,6 +30,7 @@ from shardc.ir.layers import layer_of
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.exchange import EXCHANGES
 from shardc.ir.overlap_schedule import sums_gradients
+from shardc.ir.units import UnequalError
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Assignment:
     costs: Mapping[fx.Node, CallCost]
     room: list[float]
     read: Mapping[fx.Node, Sequence[tuple[int, int]]]
+    is_short: bool = False  # is the order that of few of many equal layers? With all of them there is more room
     place: dict[fx.Node, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -177,6 +179,8 @@ class Assignment:
                     continue
                 product = best[1]
                 if hold and not self._hold(product, awaited):
+                    if self.is_short:
+                        raise UnequalError(f"there is no room for {info(product).name} with few layers")
                     refused.add((product, awaited))
                     continue
                 behind[product] = awaited
