@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -113,6 +113,27 @@ def fake_like(mode: FakeTensorMode, t: Tensor) -> Tensor:
     """
     with mode:
         return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+
+
+class FakeParameters:
+    """What `fake_like` makes of parameters as `torch.empty_like` lays them out: of one geometry it is asked once."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._strides: dict[object, tuple[int, ...]] = {}
+        self._cpu = torch.device("cpu")
+
+    def make(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        if type(p) not in (Tensor, torch.nn.Parameter):
+            like = torch.empty_like(p, dtype=dtype, device="meta")
+            return fake_like(self._mode, like).requires_grad_(p.requires_grad)
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            size, key = p.size(), (p.size(), p.stride(), p.layout)
+            strides = self._strides.get(key)
+            if strides is None:
+                strides = self._strides[key] = torch.empty_like(p, device="meta").stride()
+            memory = torch.empty_strided(size, strides, dtype=dtype, device="meta")
+            return FakeTensor(self._mode, memory, self._cpu).requires_grad_(p.requires_grad)
 
 
 _W = TypeVar("_W", bound=Tensor)
@@ -764,6 +785,11 @@ def _suspended_checkpoints(problem: BaseException) -> Iterator[GeneratorType[Any
 def held(module: nn.Module, kind: str, key: str) -> Tensor | None:
     """What a module holds under a name now; `kind` is "_parameters" or "_buffers"."""
     return getattr(module, kind).get(key)
+
+
+def unobserved() -> AbstractContextManager[object]:
+    """A context in which no mode sees what is asked of tensors."""
+    return torch._C.DisableTorchFunction()
 
 
 def version_of(t: Tensor) -> int:

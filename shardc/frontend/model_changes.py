@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardc.frontend.evaluation_mode import training_flags
+from shardc.frontend.model_tree import named_buffers, named_modules, named_parameters
 from shardc.frontend.python_state import Snapshot
 from shardc.frontend.state_holders import Variables
 from shardc.ir.caller import warn
@@ -60,7 +61,7 @@ class CompiledModel:
         trains: bool = True,
     ) -> None:
         changed_attributes = changed_attributes if trains else {*changed_attributes, *training_flags(model)}
-        params = dict(model.named_parameters())
+        params = dict(named_parameters(model))
         self._changed_attributes = changed_attributes
         self._snapshot = Snapshot(model, loss)
         self._names, self._params = (list(params), list(params.values())) if trains else ([], [])
@@ -70,15 +71,14 @@ class CompiledModel:
         self._versions = [version_of(t) for t in self._constants]
         self._variables = [Variables(function) for function in _functions(loss)]
         self._variables_before = [_comparable(variables.items()) for variables in self._variables]
-        attributes: list[tuple[str, Mapping[str, Any]]] = [
-            (f"{n}." if n else "", vars(m)) for n, m in model.named_modules()
-        ]
+        modules = named_modules(model)
+        attributes: list[tuple[str, Mapping[str, Any]]] = [(f"{n}." if n else "", vars(m)) for n, m in modules]
         attributes += [("loss.", vars(loss))] if isinstance(loss, nn.Module) else []
         recorded = (_plain_of(prefix, items, changed_attributes) for prefix, items in attributes)
         self._values = [record for record in recorded if record is not None]
         self._before = [record.before for record in self._values]
-        self._unhooked = [d for _, m in model.named_modules() for key in HOOKS if not (d := vars(m).get(key))]
-        buffers = dict(model.named_buffers())
+        self._unhooked = [d for _, m in modules for key in HOOKS if not (d := vars(m).get(key))]
+        buffers = dict(named_buffers(model))
         self._state_names, self._state = [*params, *buffers], [*params.values(), *buffers.values()]
         self._state_versions = [version_of(t) for t in self._state]
 

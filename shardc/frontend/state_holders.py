@@ -24,6 +24,7 @@ from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defa
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
+from operator import is_
 from pathlib import Path
 from threading import Thread, local
 from types import (
@@ -63,9 +64,11 @@ class Holder(Protocol):
 class Container:
     """A container's items; of a class that derives from one, past the methods of its own."""
 
+    __slots__ = ("_kind", "_value", "named")
+
     def __init__(self, value: Any, named: bool = False) -> None:
         self._value, self.named = value, named
-        self._kind: Any = next(kind for kind in _KINDS if isinstance(value, kind))
+        self._kind: Any = _container_kind(type(value))
 
     def items(self) -> dict[object, Any]:
         if isinstance(self._value, dict):
@@ -73,7 +76,18 @@ class Container:
         values = self._kind.__iter__(self._value)
         return {id(value): value for value in values} if isinstance(self._value, set) else dict(enumerate(values))
 
+    def holds(self, items: Mapping[object, Any]) -> bool:
+        """Are these its items, the same objects in the same order?"""
+        kind, value = self._kind, self._value
+        if kind.__len__(value) != len(items):
+            return False
+        if not isinstance(value, dict):
+            return all(map(is_, kind.__iter__(value), items.values()))
+        return all(map(is_, kind.values(value), items.values())) and all(map(is_, kind.__iter__(value), items))
+
     def restore(self, items: Mapping[object, Any]) -> None:
+        if self.holds(items):
+            return
         current = self.items()
         if [*map(id, current.values())] == [*map(id, items.values())] and (
             not isinstance(self._value, dict) or [*current] == [*items]
@@ -87,6 +101,11 @@ class Container:
             self._kind.update(self._value, items.values())
         else:
             self._kind.extend(self._value, items.values())
+
+
+@lru_cache(maxsize=4096)
+def _container_kind(cls: type) -> Any:
+    return next(kind for kind in _KINDS if issubclass(cls, kind))
 
 
 class Attributes:
@@ -227,6 +246,12 @@ def holders_of(value: Any) -> list[Holder]:
     """The places that a value is, or has its attributes in."""
     holders = _how_held(type(value))
     return holders(value) if holders is not None else []
+
+
+@lru_cache(maxsize=4096)
+def holds_nothing(cls: type) -> bool:
+    """Do values of a type hold nothing, neither in places nor inside?"""
+    return _how_held(cls) is None and not _has_inside(cls)
 
 
 @lru_cache(maxsize=4096)
