@@ -14,8 +14,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from shardc.frontend.model_tree import modules, named_modules
-
 
 @contextmanager
 def evaluating(model: nn.Module, on: bool = True) -> Generator[None]:
@@ -23,7 +21,7 @@ def evaluating(model: nn.Module, on: bool = True) -> Generator[None]:
     if not on:
         yield
         return
-    modes = {module: module.training for module in modules(model)}
+    modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
         yield
@@ -33,7 +31,7 @@ def evaluating(model: nn.Module, on: bool = True) -> Generator[None]:
 
 def training_flags(model: nn.Module) -> frozenset[str]:
     """The attributes that hold the modes of a model's modules."""
-    return frozenset(f"{name}.training" if name else "training" for name, _ in named_modules(model))
+    return frozenset(f"{name}.training" if name else "training" for name, _ in model.named_modules())
 
 
 def _put_back(modes: dict[nn.Module, bool]) -> None:

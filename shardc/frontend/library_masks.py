@@ -28,7 +28,6 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from shardc import torch_compat
-from shardc.frontend.model_tree import modules
 
 _SKIP, _TRACED = "_ignore_causal_mask_sdpa", "is_tracing"
 _FIND, _REMAP = "find_packed_sequence_indices", "remap_positions_for_packed_sequence"
@@ -42,10 +41,10 @@ def masks_as_eager(model: nn.Module) -> Generator[None]:
     library: Any = sys.modules.get("transformers.masking_utils")
     skips: Any = getattr(library, _SKIP, None)
     traced: Any = getattr(library, _TRACED, None)
-    of_model = {id(module) for module in modules(model)}
+    modules = {id(module) for module in model.modules()}
 
     def skips_as_eager(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
-        asking = _asking(sys._getframe(1), of_model)  # pyright: ignore[reportPrivateUsage]
+        asking = _asking(sys._getframe(1), modules)  # pyright: ignore[reportPrivateUsage]
         if padding_mask is None or asking is None or not _attends_both_ways(asking):
             return skips(padding_mask, *args, **kwargs)
         setattr(library, _TRACED, lambda *_: False)  # pyright: ignore[reportUnknownLambdaType]

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import torch_compat
-from shardc.frontend.model_tree import modules, named_modules, named_parameters
 from shardc.ir.annotation import Annotation
 from shardc.ir.diagnostic import did_you_mean, error
 
@@ -67,14 +66,14 @@ class Casts:
 
     def __init__(self, precision: Precision, model: nn.Module, inputs: Sequence[str]) -> None:
         self.precision = precision
-        by_name = dict(named_modules(model, remove_duplicate=False))
-        params = dict(named_parameters(model, remove_duplicate=False))
-        kept_names = _kept(precision.keep, [*filter(None, by_name), *params, *inputs])
-        outermost = [n for n in by_name if n in kept_names and not any(up in kept_names for up in _ancestors(n))]
-        self.modules = list(dict.fromkeys(by_name[name] for name in outermost))
+        modules = dict(model.named_modules(remove_duplicate=False))
+        params = dict(model.named_parameters(remove_duplicate=False))
+        kept_names = _kept(precision.keep, [*filter(None, modules), *params, *inputs])
+        outermost = [n for n in modules if n in kept_names and not any(up in kept_names for up in _ancestors(n))]
+        self.modules = list(dict.fromkeys(modules[name] for name in outermost))
         self.inputs = {name for name in inputs if name in kept_names}
         self.params: set[Tensor] = {p for name, p in params.items() if name in kept_names}
-        for module in modules(model):
+        for module in model.modules():
             if module in self.modules:
                 self.params.update(module.parameters())
             elif isinstance(module, BATCH_NORMS):

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardc.frontend.function_caches import Cache, forget
-from shardc.frontend.model_tree import modules
 from shardc.frontend.state_holders import (
     ABSENT,
     CONTAINERS,
@@ -122,68 +121,77 @@ class Change:
         return len(both) == 2 and both[0] != both[1]
 
 
-# The way to a value, how deep it lies, and the value; its place, and what that held, in order. Of a container that was
-# empty there is no holder until somebody asks.
-_Held = tuple["Place | _Way", int, Any, "Holder | None", Mapping[object, Any]]
+# A value that was found from another: the way to that, the step from there, how deep it lies, and the value itself.
+_Found = tuple["Place | _Way", "_Step | None", object, int, Any]
+# What was found, one of its places, and what that held, in order. Of an empty container there is no holder until
+# somebody asks.
+_Held = tuple[_Found, "Holder | None", Mapping[object, Any]]
 
 
 class Snapshot:
     """Every module's attributes, and the containers and plain objects that they hold; of functions their variables."""
 
     def __init__(self, *roots: object) -> None:
-        all_modules = [module for root in roots if isinstance(root, nn.Module) for module in modules(root)]
-        classes = dict.fromkeys(cls for kind in dict.fromkeys(map(type, all_modules)) for cls in kind.__mro__)
+        modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+        classes = dict.fromkeys(cls for kind in dict.fromkeys(map(type, modules)) for cls in kind.__mro__)
         by_class = {cls: held_by_class(cls) for cls in classes}
         functions = [function for _, of_class in by_class.values() for function in of_class]
         self._held: list[_Held] = [
-            (Place("", cls.__name__), 0, cls, holder, holder.items())
+            ((Place("", cls.__name__), None, None, 0, cls), holder, holder.items())
             for cls, (holder, _) in by_class.items()
             if holder is not None
         ]
-        todo = [*self._of_holders(), *((Place(), 0, root) for root in (*functions, *reversed(roots)))]
-        for way, depth, value, places in _walked(todo, holds_nothing):
+        todo: list[_Found] = [*self._of_holders(_LeftOut())]
+        todo += [(Place(), None, None, 0, root) for root in (*functions, *reversed(roots))]
+        for found, places in _walked(todo, _LeftOut(holds_nothing)):
             if places is _EMPTY:
-                self._held.append((way, depth, value, None, _NOTHING))
+                self._held.append((found, None, _NOTHING))
             else:
-                self._held += [(way, depth, value, holder, items) for holder, items in places]
+                self._held += [(found, holder, items) for holder, items in places]
+        self._empty: list[Any] = [found[-1] for found, holder, _ in self._held if holder is None]  # most of all
+        self._filled = [(holder, items) for _, holder, items in self._held if holder is not None]
 
     def changes(self) -> list[Change]:
         """What differs now, item by item."""
         changes: list[Change] = []
-        for way, _, value, holder, items in self._held:
+        if not any(self._empty) and all(type(h) is Container and h.holds(items) for h, items in self._filled):
+            return changes
+        for found, holder, items in self._held:
             if holder is None:
-                if not value:
+                if not found[-1]:
                     continue
-                holder = Container(value)
+                holder = Container(found[-1])
             elif type(holder) is Container and holder.holds(items):
                 continue
             current = holder.items()
             for key in {**items, **current}:
                 before, after = items.get(key, ABSENT), current.get(key, ABSENT)
                 if not _same(before, after):
-                    changes.append(Change(_place((way, _step_in(holder), key)), before, after))
+                    changes.append(Change(_place((_way(found), _step_in(holder), key)), before, after))
         return changes
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that lay in all those places."""
-        return (value for _, _, value, _ in _walked(list(self._of_holders())) if isinstance(value, Tensor))
+        walked = _walked([*self._of_holders(_LeftOut())])
+        return (found[-1] for found, _ in walked if isinstance(found[-1], Tensor))
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """The arrays of numpy, and how the user would write each."""
-        for way, _, value, _ in _walked(list(self._of_holders()), _holds_no_array):
-            if type(value).__name__ == "ndarray":
-                yield _place(way).path, value
+        left_out = _LeftOut(_holds_no_array)
+        for found, _ in _walked([*self._of_holders(left_out)], left_out, empty=False):
+            if type(found[-1]).__name__ == "ndarray":
+                yield _place(_way(found)).path, found[-1]
 
-    def _of_holders(self) -> Iterator[tuple[Place | _Way, int, Any]]:
+    def _of_holders(self, left_out: _LeftOut) -> Iterator[_Found]:
         attribute = _Step.ATTRIBUTE
-        for way, depth, _, _, items in self._held:
+        for found, _, items in self._held:
             for key, value in items.items():
-                if type(value) not in _LEAVES:
-                    yield (way, attribute, key), depth + 1, value
+                if not left_out[type(value)]:
+                    yield _way(found), attribute, key, found[3] + 1, value
 
     def caches(self) -> list[Cache]:
         """The functions with `lru_cache`."""
-        return [holder for _, _, _, holder, _ in self._held if isinstance(holder, Cache)]
+        return [holder for holder, _ in self._filled if isinstance(holder, Cache)]
 
     def clear_caches(self) -> None:
         """Let the functions with `lru_cache` forget what they remember more than they did."""
@@ -191,17 +199,16 @@ class Snapshot:
             cache.restore({})
 
     def restore(self) -> None:
-        for _, _, value, holder, items in self._held:
-            if holder is not None:
-                holder.restore(items)
-            elif value:
-                Container(value).restore(items)
+        for holder, items in self._filled:
+            holder.restore(items)
+        for value in filter(None, self._empty):
+            Container(value).restore({})
 
     def restores_all(self) -> bool:
         """Can everything be put back? Not the position of an iterator, nor that a context variable has no value."""
         return not any(
             (isinstance(holder, Position) and not holder.of_library()) or (isinstance(holder, Context) and not items)
-            for _, _, _, holder, items in self._held
+            for holder, items in self._filled
         )
 
 
@@ -211,7 +218,7 @@ def reachable(root: object, place: Place | None = None) -> Iterator[tuple[Place,
     Numbers, strings and None that others hold are left out.
     """
     place = place or Place()
-    return ((_place(way), value) for way, _, value, _ in _walked([(place, place.depth, root)]))
+    return ((_place(_way(found)), found[-1]) for found, _ in _walked([(place, None, None, place.depth, root)]))
 
 
 def instances(root: object, classes: tuple[type, ...]) -> Iterator[tuple[Place, Any]]:
@@ -220,42 +227,48 @@ def instances(root: object, classes: tuple[type, ...]) -> Iterator[tuple[Place, 
     def barren(cls: type) -> bool:
         return holds_nothing(cls) and not issubclass(cls, classes)
 
-    found = _walked([(Place(), 0, root)], barren)
-    return ((_place(way), value) for way, _, value, _ in found if isinstance(value, classes))
+    walked = _walked([(Place(), None, None, 0, root)], _LeftOut(barren), empty=False)
+    return ((_place(_way(found)), found[-1]) for found, _ in walked if isinstance(found[-1], classes))
 
 
-_Todo = list[tuple["Place | _Way", int, Any]]
 _Places = Sequence[tuple[Holder, Mapping[object, Any]]]
 _EMPTY: _Places = ()
 _NOTHING: Mapping[object, Any] = {}
 
 
 def _walked(
-    todo: _Todo, barren: Callable[[type], bool] = lambda _: False
-) -> Iterator[tuple[Place | _Way, int, Any, _Places]]:
-    """What values hold, themselves first, but for what others hold that is of a `barren` class: the way to it, how deep
-    it lies, and its places with their items; `_EMPTY` of a container without any."""
+    todo: list[_Found], left_out: _LeftOut | None = None, *, empty: bool = True
+) -> Iterator[tuple[_Found, _Places]]:
+    """What values hold, themselves first, but for what others hold that is `left_out`, or an `empty` container: each
+    with its places and their items; with `_EMPTY` a container that has none."""
     seen: dict[int, Any] = {}  # the values are kept, so that no other takes the place of one
-    left_out = _LeftOut(barren)
-    begin = _Step.BEGIN
+    left_out = _LeftOut() if left_out is None else left_out
+    unless_empty = frozenset[type]() if empty else _EXACT
     while todo:
-        way, depth, value = todo.pop()
-        if isinstance(value, nn.Module):
-            way, depth = (way, begin, None), 0
-        if id(value) in seen or depth > _DEPTH:
+        found = todo.pop()
+        value = found[-1]
+        if id(value) in seen:
             continue
-        seen[id(value)] = value
         kind = type(value)
         if kind in _EXACT and not value:
-            yield way, depth, value, _EMPTY
+            if found[3] <= _DEPTH:
+                seen[id(value)] = value
+                yield found, _EMPTY
             continue
+        if isinstance(value, nn.Module):
+            found = (_way(found), _Step.BEGIN, None, 0, value)
+        depth = found[3]
+        if depth > _DEPTH:
+            continue
+        seen[id(value)] = value
         places = [(holder, holder.items()) for holder in holders_of(value)]
-        yield way, depth, value, places
+        yield found, places
+        way: Any = _way(found)
         # Not by going from an object to its class, or to a method.
         if parts := inside(value):
             deeper = isinstance(value, (tuple, partial))
             todo += [
-                ((way, _Step.ITEM, i), depth + 1, part) if deeper else (way, depth, part)
+                (way, _Step.ITEM, i, depth + 1, part) if deeper else (way, None, None, depth, part)
                 for i, part in enumerate(parts)
                 if id(part) not in seen
             ]
@@ -263,16 +276,23 @@ def _walked(
             step = _step_in(holder)
             below = depth if step is _Step.VARIABLE else depth + 1
             todo += [
-                ((way, step, key), below, item)
+                (way, step, key, below, item)
                 for key, item in items.items()
-                if not left_out[type(item)] and id(item) not in seen  # most of what modules hold
+                if not left_out[kind := type(item)]  # most of what modules hold
+                and (kind not in unless_empty or item)
+                and id(item) not in seen
             ]
+
+
+def _way(found: _Found) -> Place | _Way:
+    back, step, key, _, _ = found
+    return back if step is None else (back, step, key)
 
 
 class _LeftOut(dict[type, bool]):
     """By class, whether values that others hold are left out of a walk."""
 
-    def __init__(self, barren: Callable[[type], bool]) -> None:
+    def __init__(self, barren: Callable[[type], bool] = lambda _: False) -> None:
         super().__init__()
         self._barren = barren
 

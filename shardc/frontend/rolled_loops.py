@@ -38,7 +38,6 @@ from shardc.frontend.loop_values import (
     as_value,
     refuse,
 )
-from shardc.frontend.model_tree import modules
 from shardc.ir.ops.scan import scan
 from shardc.ir.ops.scan_body import TIME, WITH_LETTERS
 
@@ -50,10 +49,10 @@ KNOWN = (Tensor, nn.Module, int, float, str, torch.Size, torch.dtype, torch.devi
 def functions_of(model: nn.Module) -> Iterator[types.FunctionType]:
     """The functions that a model's modules may call: those of their classes, and of the files these lie in. Those of
     transformers that only surround models (generation, loading) are left out: to parse their files takes long."""
-    classes = {cls for module in modules(model) for cls in type(module).__mro__ if _may_loop(cls.__module__)}
+    classes = {cls for module in model.modules() for cls in type(module).__mro__ if _may_loop(cls.__module__)}
     holders: list[Mapping[str, Any]] = [vars(cls) for cls in classes]
-    files = {cls.__module__ for cls in classes}
-    holders += [vars(sys.modules[name]) for name in files if name in sys.modules]
+    modules = {cls.__module__ for cls in classes}
+    holders += [vars(sys.modules[name]) for name in modules if name in sys.modules]
     seen: set[int] = set()
     for holder in holders:
         for value in list(holder.values()):

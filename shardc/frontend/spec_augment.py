@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.frontend.model_tree import modules
-
 NAME = "_compute_mask_indices"
 
 
@@ -29,7 +27,7 @@ NAME = "_compute_mask_indices"
 def drawn_in_each_step(model: nn.Module) -> Generator[None]:
     """Let the modules of Hugging Face's that a model consists of draw their masks as tensors."""
     changed: dict[int, tuple[dict[str, Any], Any]] = {}
-    for kind in {type(module) for module in modules(model)}:
+    for kind in {type(module) for module in model.modules()}:
         names = vars(sys.modules.get(kind.__module__, sys))
         function = names.get(NAME)
         if function is not None and str(getattr(function, "__module__", "")).startswith("transformers."):

@@ -71,6 +71,8 @@ class Container:
         self._kind: Any = _container_kind(type(value))
 
     def items(self) -> dict[object, Any]:
+        if type(self._value) is dict:
+            return self._value.copy()
         if isinstance(self._value, dict):
             return dict(self._kind.items(self._value))
         values = self._kind.__iter__(self._value)
@@ -277,13 +279,16 @@ def _how_held(cls: type) -> Callable[[Any], list[Holder]] | None:
         return None
     if issubclass(cls, Thread) and _in_environment(_package(cls)):
         return None  # a library's thread changes itself at any time; a user's may hold what forward reads
-    slots = _slots(cls)
+    slots, is_container = _slots(cls), issubclass(cls, CONTAINERS)
 
     def of_object(value: Any) -> list[Holder]:
         attributes = getattr(value, "__dict__", None)
-        holders: list[Holder] = [Container(value)] if isinstance(value, CONTAINERS) else []
-        holders += [Container(attributes, named=True)] if isinstance(attributes, dict) else []
-        return [*holders, Attributes(value, slots)] if slots else holders
+        holders: list[Holder] = [Container(value)] if is_container else []
+        if isinstance(attributes, dict):
+            holders.append(Container(attributes, named=True))
+        if slots:
+            holders.append(Attributes(value, slots))
+        return holders
 
     return of_object
 

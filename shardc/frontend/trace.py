@@ -41,7 +41,7 @@ from shardc.frontend.local_mutation import rewritten
 from shardc.frontend.loop_notes import noting
 from shardc.frontend.loss_gradients import Hooks, gradients
 from shardc.frontend.model_outputs import output_tensors
-from shardc.frontend.model_tree import named_buffers, named_modules, named_parameters
+from shardc.frontend.model_tree import named_tensors
 from shardc.frontend.op_overrides import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
 from shardc.frontend.precision import Casts, Precision, place_casts, refuse_mixed
 from shardc.frontend.provenance import Origin, Origins, first_tensor
@@ -197,8 +197,7 @@ class _Step:
         self.mode = torch_compat.fake_mode()
         self.random = RandomOps()
         self.recorded = torch_compat.Recorded()  # also of copies of this step
-        self.params = dict(named_parameters(model))
-        self.buffers = dict(named_buffers(model))
+        self.params, self.buffers = named_tensors(model)
         self.trainable = [name for name, p in self.params.items() if p.requires_grad]
         self.results: list[tuple[Literal["loss", "grad", "buffer", "output"], str]] = []  # of joint, in order
         self.in_loss = False  # the loss function is being called
@@ -242,7 +241,7 @@ class _Step:
 
     @torch_compat.checkpoints_ended()
     def record(self) -> tuple[fx.GraphModule, list[Tensor], Origins]:
-        names = {module: name for name, module in named_modules(self.model)}
+        names = {module: name for name, module in self.model.named_modules()}
         inputs = self.fakes()
 
         def joint(*tensors: Tensor) -> list[Tensor]:
@@ -252,7 +251,7 @@ class _Step:
         decompositions = self.decompositions()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(not self.forward_only))  # whatever the caller's mode
-            stack.enter_context(torch_compat.hugging_face_patches(self.model))
+            stack.enter_context(torch_compat.hugging_face_patches(names))
             stack.enter_context(torch_compat.unvalidated_distributions())
             stack.enter_context(masks_as_eager(self.model))
             stack.enter_context(packed_as_eager())
@@ -493,7 +492,8 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
 def _named_inputs(step: _Step, placeholders: list[fx.Node]) -> list[TracedInput]:
     model = step.model
     aliases: dict[Tensor, list[str]] = {}
-    for name, t in (*named_parameters(model, remove_duplicate=False), *named_buffers(model, remove_duplicate=False)):
+    parameters, buffers = named_tensors(model, remove_duplicate=False)
+    for name, t in (*parameters.items(), *buffers.items()):
         aliases.setdefault(t, []).append(name)
     nodes = iter(placeholders)
     inputs = [

@@ -1,21 +1,15 @@
-"""The walks over a model's modules say what those of `nn.Module` say."""
+"""One walk over a model finds the parameters and buffers that it tells of itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardc.frontend.model_tree import (
-    _listed,  # pyright: ignore[reportPrivateUsage]
-    modules,
-    named_buffers,
-    named_modules,
-    named_parameters,
-)
+from shardc.frontend.model_tree import named_tensors, own_buffers
 
 
 class Shared(nn.Module):
@@ -39,7 +33,18 @@ class Renamed(nn.Linear):
     """A class with a walk of its own."""
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        return ((name or "renamed", module) for name, module in super().named_modules(*args, **kwargs))
+        return ((f"{name}.renamed", module) for name, module in super().named_modules(*args, **kwargs))
+
+
+class Telling(nn.Module):
+    """One that tells of other parameters than it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield "told", self.inner.weight
 
 
 def around(module: nn.Module) -> nn.Module:
@@ -53,30 +58,31 @@ def hiding() -> nn.Module:
     return model
 
 
-MODELS = [Shared(), around(Shared()), around(Renamed(2, 2)), hiding(), torch.jit.script(nn.Linear(2, 2))]
+MODELS = {
+    "shared": Shared(),
+    "around": around(Shared()),
+    "renamed": around(Renamed(2, 2)),
+    "telling": Telling(),
+    "hiding": hiding(),
+    "script": torch.jit.script(nn.BatchNorm1d(2)),
+}
 
 
-@pytest.mark.parametrize("model", MODELS, ids=["shared", "around", "renamed", "hiding", "script"])
-def test_the_same_as_of_torch(model: nn.Module) -> None:
-    def same(mine: list[tuple[str, Any]], theirs: Iterator[tuple[str, Any]]) -> bool:
-        return [(name, id(value)) for name, value in mine] == [(name, id(value)) for name, value in theirs]
-
-    assert [*map(id, modules(model))] == [*map(id, model.modules())]
-    for once in (True, False):
-        assert same(named_modules(model, once), model.named_modules(remove_duplicate=once))
-        assert same(named_parameters(model, once), model.named_parameters(remove_duplicate=once))
-        assert same(named_buffers(model, once), model.named_buffers(remove_duplicate=once))
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_the_same_as_of_torch(model: nn.Module, once: bool) -> None:
+    parameters, buffers = named_tensors(model, once)
+    assert _ids(parameters.items()) == _ids(model.named_parameters(remove_duplicate=once))
+    assert _ids(buffers.items()) == _ids(model.named_buffers(remove_duplicate=once))
+    for module in model.modules():
+        assert _ids(own_buffers(module)) == _ids(module.named_buffers(recurse=False))
 
 
-def test_torch_is_asked_where_a_walk_is_another() -> None:
-    assert [name for name, _ in named_parameters(hiding())] == ["hidden"]
-    assert _listed(hiding(), True) == _listed(around(Renamed(2, 2)), True) == []
-    assert [name for name, _ in _listed(around(nn.ReLU()), True)] == ["", "0", "1", "1.0"]
+def test_what_a_model_tells_itself() -> None:
+    assert [*named_tensors(Telling())[0]] == ["told"]
+    assert [*named_tensors(hiding())[0]] == ["hidden"]
+    assert [*named_tensors(around(Renamed(2, 2)))[0]] == ["1.0.renamed.weight", "1.0.renamed.bias"]
 
 
-def test_a_module_inside_of_itself() -> None:
-    model = nn.Linear(2, 2)
-    model.add_module("own", model)
-    assert modules(model) == [model]
-    with pytest.raises(RecursionError):
-        named_modules(model, remove_duplicate=False)
+def _ids(items: Iterable[tuple[str, Any]]) -> list[tuple[str, int]]:
+    return [(name, id(value)) for name, value in items]
