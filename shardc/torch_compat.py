@@ -84,7 +84,12 @@ def add_node(
         else:
             namespace._base_count.setdefault(name, 0)
         namespace._used_names.add(name)
-    return _add_named(graph, name, op, target, args, kwargs)
+    node = fx.Node(graph, name, op, target, args, kwargs)
+    namespace._obj_to_name[node] = name
+    graph._insert(node)
+    graph._find_nodes_lookup_table.table[op, target if op == "call_function" else None][node] = None
+    graph._len += 1
+    return node
 
 
 def _add_named(
