@@ -740,7 +740,7 @@ class Program(PredictedProgram):
 
     def refuse(self, plan: Plan, mesh: Mesh, strict: bool) -> None:
         """Raise for a budget that is exceeded, by the axes of the user's mesh, and under strict for every warning."""
-        sent = rank_costs.most_sent(self.staged, mesh, TOTAL)
+        sent = rank_costs.most_sent(self.staged, mesh, TOTAL) if plan.budget else {}
         refusals: list[Diagnostic] = list(plan.over_budget(sent, mesh))
         if strict:
             refusals += [d for d in self.diagnostics if d.severity == "warning"]

@@ -19,8 +19,7 @@ import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -85,7 +84,12 @@ def add_node(
         else:
             namespace._base_count.setdefault(name, 0)
         namespace._used_names.add(name)
-    return _add_named(graph, name, op, target, args, kwargs)
+    node = fx.Node(graph, name, op, target, args, kwargs)
+    namespace._obj_to_name[node] = name
+    graph._insert(node)
+    graph._find_nodes_lookup_table.table[op, target if op == "call_function" else None][node] = None
+    graph._len += 1
+    return node
 
 
 def _add_named(
@@ -113,6 +117,27 @@ def fake_like(mode: FakeTensorMode, t: Tensor) -> Tensor:
     """
     with mode:
         return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+
+
+class FakeParameters:
+    """What `fake_like` makes of parameters as `torch.empty_like` lays them out: of one geometry it is asked once."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._strides: dict[object, tuple[int, ...]] = {}
+        self._cpu = torch.device("cpu")
+
+    def make(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        if type(p) not in (Tensor, torch.nn.Parameter):
+            like = torch.empty_like(p, dtype=dtype, device="meta")
+            return fake_like(self._mode, like).requires_grad_(p.requires_grad)
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            size, key = p.size(), (p.size(), p.stride(), p.layout)
+            strides = self._strides.get(key)
+            if strides is None:
+                strides = self._strides[key] = torch.empty_like(p, device="meta").stride()
+            memory = torch.empty_strided(size, strides, dtype=dtype, device="meta")
+            return FakeTensor(self._mode, memory, self._cpu).requires_grad_(p.requires_grad)
 
 
 _W = TypeVar("_W", bound=Tensor)
@@ -766,6 +791,11 @@ def held(module: nn.Module, kind: str, key: str) -> Tensor | None:
     return getattr(module, kind).get(key)
 
 
+def unobserved() -> AbstractContextManager[object]:
+    """A context in which no mode sees what is asked of tensors."""
+    return torch._C.DisableTorchFunction()
+
+
 def version_of(t: Tensor) -> int:
     """How often a tensor was changed in place; a view's count is that of its base. 0 for one that keeps no count."""
     return 0 if t.is_inference() else t._version
@@ -826,15 +856,16 @@ def converting(converted: Callable[[str, str, Tensor, Tensor], None]) -> Generat
 def without_device(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Arguments that name a GPU, naming the CPU: traced tensors lie there, and a program is for no device."""
 
-    def plain(value: Any) -> Any:
-        gpu = isinstance(value, torch.device | str) and str(value).partition(":")[0] in ("cuda", "xpu", "mps")
-        return torch.device("cpu") if gpu else value
-
     if "device" in kwargs:
-        kwargs = {**kwargs, "device": plain(kwargs["device"])}
+        kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
     if function is Tensor.to and len(args) > 1:
-        args = (args[0], plain(args[1]), *args[2:])
+        args = (args[0], _on_cpu(args[1]), *args[2:])
     return args, kwargs
+
+
+def _on_cpu(value: Any) -> Any:
+    gpu = isinstance(value, torch.device | str) and str(value).partition(":")[0] in ("cuda", "xpu", "mps")
+    return torch.device("cpu") if gpu else value
 
 
 _T: Any = Tensor
@@ -860,13 +891,15 @@ def surroundings() -> tuple[object, ...] | None:
     `torch.utils.checkpoint`."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return None
-    kinds = ("cpu", "cuda")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
     )
 
 
@@ -896,8 +929,7 @@ def modes() -> int:
     return torch._C._len_torch_dispatch_stack() + len(transforms)
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """All that is known of a tensor of a recording but what computed it."""
 
     shape: tuple[int, ...]
@@ -934,16 +966,17 @@ class Imitations:
 
     def make(self, of: Geometry) -> Tensor:
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            if of not in self._known:
+            known = self._known.get(of)
+            if known is None:
                 last = sum((size - 1) * step for size, step in zip(of.shape, of.stride, strict=True))
                 memory = torch.empty(of.offset + max(last + 1, 0), dtype=of.dtype, device="meta")
                 elem = memory.as_strided(of.shape, of.stride, of.offset)
                 twin = FakeTensor(self._mode, elem, of.device)
-                self._known[of] = elem, dict(twin.__dict__)
-            elem, attributes = self._known[of]
+                known = self._known[of] = elem, {**twin.__dict__, "imitation": True}
+            elem, attributes = known
             make: Any = Tensor._make_subclass  # type: ignore[attr-defined]
             t: Any = make(FakeTensor, elem, of.requires_grad, dispatch_device=True, device_for_backend_keys=of.device)
-            t.__dict__.update(attributes, imitation=True)
+            t.__dict__.update(attributes)
         self._made.append(weakref.ref(t))
         return t
 
@@ -991,6 +1024,8 @@ def substituting(
             return type(value)(replaced(item) for item in value)
         return value
 
+    assigns = cast(Any, torch.Tensor).data.__set__
+
     class Substitute(TorchFunctionMode):
         def __torch_function__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -998,7 +1033,7 @@ def substituting(
             if len(args) == 1 and not kwargs and type(args[0]) is FakeTensor and func in _GEOMETRY:
                 return func(args[0])
             named: dict[str, Any] = {key: replaced(value) for key, value in kwargs.items()} if kwargs else {}
-            if func == cast(Any, torch.Tensor).data.__set__:
+            if func == assigns:
                 assigned(args[0])
             args, named = without_device(func, replaced(args), named)
             if func is Tensor.cuda:
@@ -1239,13 +1274,13 @@ def is_data_dependent(error: BaseException) -> bool:
 
 # ------------------------------------------------------------------ Hugging Face
 @contextmanager
-def hugging_face_patches(model: nn.Module) -> Generator[None]:
+def hugging_face_patches(modules: Iterable[nn.Module]) -> Generator[None]:
     """What keeps transformers' models from taking their slow path when they see fakes. No import if there is none.
 
     A training step has no use for a key-value cache.
     """
     configs: dict[int, Any] = {}
-    for module in model.modules():
+    for module in modules:
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
             configs[id(config)] = config

@@ -49,7 +49,8 @@ def buffers_after(
             hint = f"assign what has no history: self.{name.rpartition('.')[2]} = ....detach()"
             raise _unkept(model, name, "leaves its gradient's history, which the next step would follow, in", hint)
         after[name] = buffer
-    _refuse_second_names(model, after, initial, params)
+    with torch_compat.unobserved():
+        _refuse_second_names(model, after, initial, params)
     return after
 
 

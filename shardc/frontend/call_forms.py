@@ -18,7 +18,9 @@ from torch import Tensor
 from shardc import torch_compat
 from shardc.ir.units import UnequalError
 
-_PLAIN = (int, bool, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = frozenset(
+    (int, bool, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 
 
 class Call(NamedTuple):

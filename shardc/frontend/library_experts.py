@@ -138,10 +138,13 @@ def library_experts(model: nn.Module) -> Generator[None]:
     hook or an adapter that the form would not call.
     """
     changed: list[tuple[type[nn.Module], Any]] = []
+    by_class: dict[type[nn.Module], list[nn.Module]] = {}
+    for module in model.modules():
+        by_class.setdefault(type(module), []).append(module)
     try:
         for (name, kind), (form, skipped) in FORMS.items():
             cls: Any = getattr(sys.modules.get(name), kind, None)
-            ours = [module for module in model.modules() if type(module) is cls]
+            ours = by_class.get(cls, [])
             if ours and cls.forward.__module__ == name and not any(_is_changed(module, skipped) for module in ours):
                 changed.append((cls, cls.forward))
                 cls.forward = form

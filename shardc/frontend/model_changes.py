@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardc.frontend.evaluation_mode import training_flags
+from shardc.frontend.model_tree import named_tensors
 from shardc.frontend.python_state import Snapshot
 from shardc.frontend.state_holders import Variables
 from shardc.ir.caller import warn
@@ -28,8 +29,10 @@ from shardc.torch_compat import gradient_hooks, version_of
 
 HINT = "put it back as it was; or trainer.recompile(), which goes on with the model as it is now and keeps all state"
 GENERATION = "generation_config"  # of a model of transformers: no step reads how it generates
-_PLAIN = (bool, int, float, complex, str, type(None))
+_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
+_CONTAINERS = frozenset((list, tuple, set, deque, dict))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = frozenset(HOOKS)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class CompiledModel:
         trains: bool = True,
     ) -> None:
         changed_attributes = changed_attributes if trains else {*changed_attributes, *training_flags(model)}
-        params = dict(model.named_parameters())
+        params, buffers = named_tensors(model)
         self._changed_attributes = changed_attributes
         self._snapshot = Snapshot(model, loss)
         self._names, self._params = (list(params), list(params.values())) if trains else ([], [])
@@ -70,15 +73,13 @@ class CompiledModel:
         self._versions = [version_of(t) for t in self._constants]
         self._variables = [Variables(function) for function in _functions(loss)]
         self._variables_before = [_comparable(variables.items()) for variables in self._variables]
-        attributes: list[tuple[str, Mapping[str, Any]]] = [
-            (f"{n}." if n else "", vars(m)) for n, m in model.named_modules()
-        ]
+        modules = model.named_modules()
+        attributes: list[tuple[str, Mapping[str, Any]]] = [(f"{n}." if n else "", vars(m)) for n, m in modules]
         attributes += [("loss.", vars(loss))] if isinstance(loss, nn.Module) else []
         recorded = (_plain_of(prefix, items, changed_attributes) for prefix, items in attributes)
         self._values = [record for record in recorded if record is not None]
         self._before = [record.before for record in self._values]
-        self._unhooked = [d for _, m in model.named_modules() for key in HOOKS if not (d := vars(m).get(key))]
-        buffers = dict(model.named_buffers())
+        self._unhooked = [d for _, m in modules for key in HOOKS if not (d := vars(m).get(key))]
         self._state_names, self._state = [*params, *buffers], [*params.values(), *buffers.values()]
         self._state_versions = [version_of(t) for t in self._state]
 
@@ -154,8 +155,12 @@ def changed(changes: list[str]) -> ShardcError:
 
 
 def _plain_of(prefix: str, items: Mapping[str, Any], changed_attributes: Collection[str]) -> _Values | None:
-    plain_keys = (k for k, v in items.items() if f"{prefix}{k}" not in changed_attributes and (k not in HOOKS or v))
-    keys = tuple(k for k in plain_keys if k in HOOKS or _is_plain(items[k]))
+    keys = tuple(
+        key
+        for key, value in items.items()
+        if (value if key in _HOOKS else (kind := type(value)) in _PLAIN or (kind in _CONTAINERS and _is_plain(value)))
+        and not (changed_attributes and f"{prefix}{key}" in changed_attributes)
+    )
     if not keys:
         return None
     read = itemgetter(*keys)
@@ -185,9 +190,10 @@ def _functions(value: object) -> Iterator[FunctionType]:
 
 def _is_plain(value: Any) -> bool:
     """A number, a text, or a container of nothing else."""
-    if type(value) in (list, tuple, set, deque):
-        return all(type(item) in _PLAIN for item in value)
-    return type(value) in _PLAIN or (type(value) is dict and all(type(item) in _PLAIN for item in value.values()))
+    kind = type(value)
+    if kind not in _CONTAINERS:
+        return kind in _PLAIN
+    return all(type(item) in _PLAIN for item in (value.values() if kind is dict else value))
 
 
 def _copied(value: Any) -> Any:

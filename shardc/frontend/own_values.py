@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from shardc.frontend.buffer_writers import INITIALIZERS, functions_of, may_write, names_in
 from shardc.frontend.made_anew import CONTENTS, Anew, takes_config_alone
+from shardc.frontend.model_tree import own_buffers
 from shardc.ir.default_device import on_cpu
 
 Compute = Callable[[float, int], "Tensor | None"]  # of the contents of the memory, and the seed of random numbers
@@ -80,10 +81,7 @@ def computed_buffers(model: nn.Module) -> ComputedBuffers:
 def non_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that no `state_dict` has, under the first of their names."""
     persistent = {
-        id(t)
-        for module in model.modules()
-        for key, t in module.named_buffers(recurse=False)
-        if key not in vars(module)[_UNSAVED]
+        id(t) for module in model.modules() for key, t in own_buffers(module) if key not in vars(module)[_UNSAVED]
     }
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in persistent}
 
@@ -245,17 +243,36 @@ def _initializers(root: nn.Module, owner: str) -> Iterator[Callable[[], object]]
             yield lambda by=by, of=of: cast(Any, by)._init_weights(of)
 
 
-def _shell(module: nn.Module, shells: dict[int, nn.Module] | None = None) -> nn.Module:
+def _shell(module: nn.Module) -> nn.Module:
     """A copy of a module tree whose tensors all lie on the meta device: what is run on it does not touch the model."""
-    shells = {} if shells is None else shells
-    if id(module) not in shells:
-        shell = shells[id(module)] = _copied(module)
-        for table in _tables(shell):
-            table |= {key: _meta(t) for key, t in table.items() if t is not None}
-        vars(shell)["_modules"] = {
-            k: m if m is None else _shell(m, shells) for k, m in vars(module)["_modules"].items()
-        }
-    return shells[id(module)]
+    return _Shells().of(module)
+
+
+class _Shells:
+    """Copies of modules, each of which is made once; `torch.empty_like` is asked once how it lays out a geometry."""
+
+    def __init__(self) -> None:
+        self._shells: dict[int, nn.Module] = {}
+        self._strides: dict[object, tuple[int, ...]] = {}
+
+    def of(self, module: nn.Module) -> nn.Module:
+        if id(module) not in self._shells:
+            shell = self._shells[id(module)] = _copied(module)
+            for table in _tables(shell):
+                table |= {key: self._meta(t) for key, t in table.items() if t is not None}
+            vars(shell)["_modules"] = {k: m if m is None else self.of(m) for k, m in vars(module)["_modules"].items()}
+        return self._shells[id(module)]
+
+    def _meta(self, t: Tensor) -> Tensor:
+        if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided:
+            value = torch.empty_like(t, device="meta")
+        else:
+            key = t.size(), t.stride()
+            strides = self._strides.get(key)
+            if strides is None:
+                strides = self._strides[key] = torch.empty_like(t, device="meta").stride()
+            value = torch.empty_strided(key[0], strides, dtype=t.dtype, device="meta")
+        return nn.Parameter(value, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else value
 
 
 def _copied(module: nn.Module) -> nn.Module:
@@ -265,11 +282,6 @@ def _copied(module: nn.Module) -> nn.Module:
     for kind in ("_parameters", "_buffers", "_modules", _UNSAVED):
         vars(copied)[kind] = vars(module)[kind].copy()
     return copied
-
-
-def _meta(t: Tensor) -> Tensor:
-    value = torch.empty_like(t, device="meta")
-    return nn.Parameter(value, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else value
 
 
 def _filled(t: Tensor, contents: float) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from shardc.frontend.model_tree import named_tensors
 from shardc.ir.graph import Graph, type_of
 
 
@@ -17,7 +18,8 @@ def model_state(model: nn.Module | None, graph: Graph | None = None) -> dict[str
     """
     if model is None:
         return {}
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    parameters, buffers = named_tensors(model, remove_duplicate=False)
+    tensors = (*parameters.items(), *buffers.items())
     state = {name: t.detach() for name, t in tensors if not t.is_meta}
     if graph is not None:
         for port, node in zip(graph.inputs, graph.placeholders, strict=True):

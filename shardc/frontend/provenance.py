@@ -92,6 +92,7 @@ class Origins:
     _last: Origin = Origin()
     _number: int | None = None
     _foreign: dict[str, bool] = field(default_factory=dict[str, bool])
+    _places: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict[tuple[str, int], tuple[str, str]])
 
     @property
     def fqn(self) -> str:
@@ -166,14 +167,24 @@ class Origins:
         A model made of torch's modules alone has none; then the nearest module of torch's.
         """
         fallback: tuple[str, int] | None = None
-        while frame is not None and frame.f_code is not self.root:
-            path = frame.f_code.co_filename
-            if self._is_foreign(path):
-                return place(path, frame.f_lineno)
+        foreign = self._foreign
+        while frame is not None and (code := frame.f_code) is not self.root:
+            path = code.co_filename
+            known = foreign.get(path)
+            if known is None:
+                known = self._is_foreign(path)
+            if known:
+                return self._place(path, frame.f_lineno)
             if fallback is None and path.startswith(_MODULES) and not path.endswith("module.py"):
                 fallback = path, frame.f_lineno
             frame = frame.f_back
-        return place(*fallback) if fallback else ("", "")
+        return self._place(*fallback) if fallback else ("", "")
+
+    def _place(self, path: str, line: int) -> tuple[str, str]:
+        known = self._places.get((path, line))
+        if known is None:
+            known = self._places[path, line] = place(path, line)
+        return known
 
     def where_raised(self, traceback: TracebackType | None) -> tuple[str, str]:
         """The same for an exception."""

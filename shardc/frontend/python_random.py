@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from shardc.frontend.python_state import reachable
+from shardc.frontend.python_state import instances
 from shardc.ir.diagnostic import Diagnostic
 
 MESSAGE = "forward draws numbers from {}: every step of a program has the number that was drawn while compiling"
@@ -38,8 +38,7 @@ class Generators:
             _Generator("Python's random", random.getstate, random.setstate),
             _Generator("numpy.random", np.random.get_state, np.random.set_state),
         ]
-        holders = (_held(place.path, value) for place, value in reachable(model))
-        generators += [generator for generator in holders if generator is not None]
+        generators += [_held(place.path, value) for place, value in instances(model, _CLASSES)]
         self._states = [(generator, generator.read()) for generator in generators]
 
     def drawn(self) -> list[Diagnostic]:
@@ -52,12 +51,13 @@ class Generators:
             generator.write(state)
 
 
-def _held(path: str, value: object) -> _Generator | None:
+_CLASSES = (random.Random, np.random.RandomState, np.random.Generator)
+
+
+def _held(path: str, value: Any) -> _Generator:
     if isinstance(value, random.Random):
         return _Generator(path, value.getstate, value.setstate)
     if isinstance(value, np.random.RandomState):
         return _Generator(path, value.get_state, value.set_state)
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        return _Generator(path, lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return None
+    bits = value.bit_generator
+    return _Generator(path, lambda: bits.state, lambda state: setattr(bits, "state", state))

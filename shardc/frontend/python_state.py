@@ -15,8 +15,9 @@ memory. Where the next step would read what this one left, the program computes 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -27,19 +28,22 @@ from shardc.frontend.function_caches import Cache, forget
 from shardc.frontend.state_holders import (
     ABSENT,
     CONTAINERS,
+    Container,
     Context,
     Holder,
     Position,
     Variables,
     held_by_class,
     holders_of,
+    holds_nothing,
     inside,
 )
 from shardc.ir.diagnostic import error
 from shardc.ir.gc_pause import all_objects_seen
 
 _OWN = ("_parameters", "_buffers", "_modules")  # what is in these goes by its own name alone
-_LEAVES = (bool, int, float, complex, str, bytes, type(None))  # which hold nothing
+_LEAVES = frozenset((bool, int, float, complex, str, bytes, type(None)))  # which hold nothing
+_EXACT = frozenset(CONTAINERS)
 _DEPTH = 4  # of containers and plain objects below a module
 
 
@@ -62,6 +66,36 @@ class Place(NamedTuple):
         if self.path == self.module:  # of _parameters, _buffers, _modules
             return self.attribute(str(key))
         return Place(self.module, f"{self.path}[{key!r}]", self.depth + 1)
+
+
+class _Step(Enum):
+    """From a value to one that it holds. Behind BEGIN a module's own name is all that is said of the way to it."""
+
+    ATTRIBUTE = "attribute"
+    VARIABLE = "variable"
+    ITEM = "item"
+    BEGIN = "begin"
+
+
+# The way to a value, from a place or by another value's: its own place, of which hardly anybody asks. Plain tuples, as
+# there are tens of thousands.
+_Way = tuple["Place | _Way", _Step, object]
+
+
+def _place(way: Place | _Way) -> Place:
+    ways: list[_Way] = []
+    while not isinstance(way, Place):
+        ways.append(way)
+        way = way[0]
+    place = way
+    for _, step, key in reversed(ways):
+        if step is _Step.BEGIN:
+            place = Place(place.path, place.path)
+        elif step is _Step.VARIABLE:
+            place = place.variable(str(key))
+        else:
+            place = place.attribute(str(key)) if step is _Step.ATTRIBUTE else place.item(key)
+    return place
 
 
 @dataclass(frozen=True)
@@ -87,10 +121,11 @@ class Change:
         return len(both) == 2 and both[0] != both[1]
 
 
-class _Held(NamedTuple):
-    place: Place
-    holder: Holder
-    items: Mapping[object, Any]  # what it held, in order
+# A value that was found from another: the way to that, the step from there, how deep it lies, and the value itself.
+_Found = tuple["Place | _Way", "_Step | None", object, int, Any]
+# What was found, one of its places, and what that held, in order. Of an empty container there is no holder until
+# somebody asks.
+_Held = tuple[_Found, "Holder | None", Mapping[object, Any]]
 
 
 class Snapshot:
@@ -98,48 +133,65 @@ class Snapshot:
 
     def __init__(self, *roots: object) -> None:
         modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
-        classes = dict.fromkeys(cls for module in modules for cls in type(module).__mro__)
+        classes = dict.fromkeys(cls for kind in dict.fromkeys(map(type, modules)) for cls in kind.__mro__)
         by_class = {cls: held_by_class(cls) for cls in classes}
         functions = [function for _, of_class in by_class.values() for function in of_class]
-        self._held = [_Held(Place("", cls.__name__), h, h.items()) for cls, (h, _) in by_class.items() if h is not None]
-        of_classes = list(self._of_holders())
-        self._held += [
-            _Held(place, holder, holder.items())
-            for place, value in _walked([*of_classes, *((Place(), root) for root in (*functions, *reversed(roots)))])
-            for holder in holders_of(value)
+        self._held: list[_Held] = [
+            ((Place("", cls.__name__), None, None, 0, cls), holder, holder.items())
+            for cls, (holder, _) in by_class.items()
+            if holder is not None
         ]
+        todo: list[_Found] = [*self._of_holders(_LeftOut())]
+        todo += [(Place(), None, None, 0, root) for root in (*functions, *reversed(roots))]
+        for found, places in _walked(todo, _LeftOut(holds_nothing)):
+            if places is _EMPTY:
+                self._held.append((found, None, _NOTHING))
+            else:
+                self._held += [(found, holder, items) for holder, items in places]
+        self._empty: list[Any] = [found[-1] for found, holder, _ in self._held if holder is None]  # most of all
+        self._filled = [(holder, items) for _, holder, items in self._held if holder is not None]
 
     def changes(self) -> list[Change]:
         """What differs now, item by item."""
         changes: list[Change] = []
-        for recorded in self._held:
-            current = recorded.holder.items()
-            for key in {**recorded.items, **current}:
-                before, after = recorded.items.get(key, ABSENT), current.get(key, ABSENT)
+        if not any(self._empty) and all(type(h) is Container and h.holds(items) for h, items in self._filled):
+            return changes
+        for found, holder, items in self._held:
+            if holder is None:
+                if not found[-1]:
+                    continue
+                holder = Container(found[-1])
+            elif type(holder) is Container and holder.holds(items):
+                continue
+            current = holder.items()
+            for key in {**items, **current}:
+                before, after = items.get(key, ABSENT), current.get(key, ABSENT)
                 if not _same(before, after):
-                    changes.append(Change(_below(recorded.place, recorded.holder, key), before, after))
+                    changes.append(Change(_place((_way(found), _step_in(holder), key)), before, after))
         return changes
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that lay in all those places."""
-        return (value for _, value in self._values() if isinstance(value, Tensor))
+        walked = _walked([*self._of_holders(_LeftOut())])
+        return (found[-1] for found, _ in walked if isinstance(found[-1], Tensor))
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """The arrays of numpy, and how the user would write each."""
-        return ((place.path, value) for place, value in self._values() if type(value).__name__ == "ndarray")
+        left_out = _LeftOut(_holds_no_array)
+        for found, _ in _walked([*self._of_holders(left_out)], left_out, empty=False):
+            if type(found[-1]).__name__ == "ndarray":
+                yield _place(_way(found)).path, found[-1]
 
-    def _values(self) -> Iterator[tuple[Place, Any]]:
-        return _walked(list(self._of_holders()))
-
-    def _of_holders(self) -> Iterator[tuple[Place, Any]]:
-        for recorded in self._held:
-            for key, value in recorded.items.items():
-                if type(value) not in _LEAVES:
-                    yield recorded.place.attribute(str(key)), value
+    def _of_holders(self, left_out: _LeftOut) -> Iterator[_Found]:
+        attribute = _Step.ATTRIBUTE
+        for found, _, items in self._held:
+            for key, value in items.items():
+                if not left_out[type(value)]:
+                    yield _way(found), attribute, key, found[3] + 1, value
 
     def caches(self) -> list[Cache]:
         """The functions with `lru_cache`."""
-        return [recorded.holder for recorded in self._held if isinstance(recorded.holder, Cache)]
+        return [holder for holder, _ in self._filled if isinstance(holder, Cache)]
 
     def clear_caches(self) -> None:
         """Let the functions with `lru_cache` forget what they remember more than they did."""
@@ -147,15 +199,16 @@ class Snapshot:
             cache.restore({})
 
     def restore(self) -> None:
-        for recorded in self._held:
-            recorded.holder.restore(recorded.items)
+        for holder, items in self._filled:
+            holder.restore(items)
+        for value in filter(None, self._empty):
+            Container(value).restore({})
 
     def restores_all(self) -> bool:
         """Can everything be put back? Not the position of an iterator, nor that a context variable has no value."""
         return not any(
-            (isinstance(held.holder, Position) and not held.holder.of_library())
-            or (isinstance(held.holder, Context) and not held.items)
-            for held in self._held
+            (isinstance(holder, Position) and not holder.of_library()) or (isinstance(holder, Context) and not items)
+            for holder, items in self._filled
         )
 
 
@@ -164,34 +217,98 @@ def reachable(root: object, place: Place | None = None) -> Iterator[tuple[Place,
 
     Numbers, strings and None that others hold are left out.
     """
-    return _walked([(place or Place(), root)])
+    place = place or Place()
+    return ((_place(_way(found)), found[-1]) for found, _ in _walked([(place, None, None, place.depth, root)]))
 
 
-def _walked(todo: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
+def instances(root: object, classes: tuple[type, ...]) -> Iterator[tuple[Place, Any]]:
+    """What of all that is of certain classes."""
+
+    def barren(cls: type) -> bool:
+        return holds_nothing(cls) and not issubclass(cls, classes)
+
+    walked = _walked([(Place(), None, None, 0, root)], _LeftOut(barren), empty=False)
+    return ((_place(_way(found)), found[-1]) for found, _ in walked if isinstance(found[-1], classes))
+
+
+_Places = Sequence[tuple[Holder, Mapping[object, Any]]]
+_EMPTY: _Places = ()
+_NOTHING: Mapping[object, Any] = {}
+
+
+def _walked(
+    todo: list[_Found], left_out: _LeftOut | None = None, *, empty: bool = True
+) -> Iterator[tuple[_Found, _Places]]:
+    """What values hold, themselves first, but for what others hold that is `left_out`, or an `empty` container: each
+    with its places and their items; with `_EMPTY` a container that has none."""
     seen: dict[int, Any] = {}  # the values are kept, so that no other takes the place of one
+    left_out = _LeftOut() if left_out is None else left_out
+    unless_empty = frozenset[type]() if empty else _EXACT
     while todo:
-        place, value = todo.pop()
+        found = todo.pop()
+        value = found[-1]
+        if id(value) in seen:
+            continue
+        kind = type(value)
+        if kind in _EXACT and not value:
+            if found[3] <= _DEPTH:
+                seen[id(value)] = value
+                yield found, _EMPTY
+            continue
         if isinstance(value, nn.Module):
-            place = Place(place.path, place.path)
-        if id(value) in seen or place.depth > _DEPTH:
+            found = (_way(found), _Step.BEGIN, None, 0, value)
+        depth = found[3]
+        if depth > _DEPTH:
             continue
         seen[id(value)] = value
-        yield place, value
-        deeper = isinstance(value, (tuple, partial))  # and not by going from an object to its class, or to a method
-        parts = enumerate(inside(value))
-        todo += [(place.item(i) if deeper else place, part) for i, part in parts if id(part) not in seen]
-        for holder in holders_of(value):
+        places = [(holder, holder.items()) for holder in holders_of(value)]
+        yield found, places
+        way: Any = _way(found)
+        # Not by going from an object to its class, or to a method.
+        if parts := inside(value):
+            deeper = isinstance(value, (tuple, partial))
             todo += [
-                (_below(place, holder, key), item)
-                for key, item in holder.items().items()
-                if type(item) not in _LEAVES and id(item) not in seen  # most of what modules hold
+                (way, _Step.ITEM, i, depth + 1, part) if deeper else (way, None, None, depth, part)
+                for i, part in enumerate(parts)
+                if id(part) not in seen
+            ]
+        for holder, items in places:
+            step = _step_in(holder)
+            below = depth if step is _Step.VARIABLE else depth + 1
+            todo += [
+                (way, step, key, below, item)
+                for key, item in items.items()
+                if not left_out[kind := type(item)]  # most of what modules hold
+                and (kind not in unless_empty or item)
+                and id(item) not in seen
             ]
 
 
-def _below(place: Place, holder: Holder, key: object) -> Place:
+def _way(found: _Found) -> Place | _Way:
+    back, step, key, _, _ = found
+    return back if step is None else (back, step, key)
+
+
+class _LeftOut(dict[type, bool]):
+    """By class, whether values that others hold are left out of a walk."""
+
+    def __init__(self, barren: Callable[[type], bool] = lambda _: False) -> None:
+        super().__init__()
+        self._barren = barren
+
+    def __missing__(self, cls: type) -> bool:
+        self[cls] = left_out = cls in _LEAVES or self._barren(cls)
+        return left_out
+
+
+def _holds_no_array(cls: type) -> bool:
+    return holds_nothing(cls) and cls.__name__ != "ndarray"
+
+
+def _step_in(holder: Holder) -> _Step:
     if isinstance(holder, Variables):
-        return place.variable(str(key))
-    return place.attribute(str(key)) if holder.named else place.item(key)
+        return _Step.VARIABLE
+    return _Step.ATTRIBUTE if holder.named else _Step.ITEM
 
 
 def left_tensors(changes: Iterable[Change]) -> list[Tensor]:

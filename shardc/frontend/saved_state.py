@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from shardc.frontend.model_tree import named_tensors
 from shardc.ir.types import DTYPE_NAMES
 
 Entry = tuple[str, str, str]  # key, parameter or buffer, dtype
@@ -22,7 +23,8 @@ def saved_state(model: nn.Module) -> list[Entry] | None:
     except Exception:
         return None
     names: dict[int, str] = {}
-    for name, t in (*model.named_parameters(), *model.named_buffers()):
+    parameters, buffers = named_tensors(model)
+    for name, t in (*parameters.items(), *buffers.items()):
         names.setdefault(id(t), name)
     return [
         (key, names.get(id(value), ""), DTYPE_NAMES.get(value.dtype, str(value.dtype)))

@@ -166,7 +166,7 @@ def _as_traced(model: nn.Module) -> Generator[None]:
     """What is put in the place of library code while a model is traced."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch_compat.hugging_face_patches(model))
+        stack.enter_context(torch_compat.hugging_face_patches(model.modules()))
         stack.enter_context(masks_as_eager(model))
         stack.enter_context(packed_as_eager())
         stack.enter_context(library_experts(model))

@@ -24,6 +24,7 @@ from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defa
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
+from operator import is_
 from pathlib import Path
 from threading import Thread, local
 from types import (
@@ -63,17 +64,32 @@ class Holder(Protocol):
 class Container:
     """A container's items; of a class that derives from one, past the methods of its own."""
 
+    __slots__ = ("_kind", "_value", "named")
+
     def __init__(self, value: Any, named: bool = False) -> None:
         self._value, self.named = value, named
-        self._kind: Any = next(kind for kind in _KINDS if isinstance(value, kind))
+        self._kind: Any = _container_kind(type(value))
 
     def items(self) -> dict[object, Any]:
+        if type(self._value) is dict:
+            return self._value.copy()
         if isinstance(self._value, dict):
             return dict(self._kind.items(self._value))
         values = self._kind.__iter__(self._value)
         return {id(value): value for value in values} if isinstance(self._value, set) else dict(enumerate(values))
 
+    def holds(self, items: Mapping[object, Any]) -> bool:
+        """Are these its items, the same objects in the same order?"""
+        kind, value = self._kind, self._value
+        if kind.__len__(value) != len(items):
+            return False
+        if not isinstance(value, dict):
+            return all(map(is_, kind.__iter__(value), items.values()))
+        return all(map(is_, kind.values(value), items.values())) and all(map(is_, kind.__iter__(value), items))
+
     def restore(self, items: Mapping[object, Any]) -> None:
+        if self.holds(items):
+            return
         current = self.items()
         if [*map(id, current.values())] == [*map(id, items.values())] and (
             not isinstance(self._value, dict) or [*current] == [*items]
@@ -87,6 +103,11 @@ class Container:
             self._kind.update(self._value, items.values())
         else:
             self._kind.extend(self._value, items.values())
+
+
+@lru_cache(maxsize=4096)
+def _container_kind(cls: type) -> Any:
+    return next(kind for kind in _KINDS if issubclass(cls, kind))
 
 
 class Attributes:
@@ -230,6 +251,12 @@ def holders_of(value: Any) -> list[Holder]:
 
 
 @lru_cache(maxsize=4096)
+def holds_nothing(cls: type) -> bool:
+    """Do values of a type hold nothing, neither in places nor inside?"""
+    return _how_held(cls) is None and not _has_inside(cls)
+
+
+@lru_cache(maxsize=4096)
 def _how_held(cls: type) -> Callable[[Any], list[Holder]] | None:
     """How values of a type hold what they hold; None where they hold nothing that a step may change."""
     if cls in CONTAINERS:
@@ -252,13 +279,16 @@ def _how_held(cls: type) -> Callable[[Any], list[Holder]] | None:
         return None
     if issubclass(cls, Thread) and _in_environment(_package(cls)):
         return None  # a library's thread changes itself at any time; a user's may hold what forward reads
-    slots = _slots(cls)
+    slots, is_container = _slots(cls), issubclass(cls, CONTAINERS)
 
     def of_object(value: Any) -> list[Holder]:
         attributes = getattr(value, "__dict__", None)
-        holders: list[Holder] = [Container(value)] if isinstance(value, CONTAINERS) else []
-        holders += [Container(attributes, named=True)] if isinstance(attributes, dict) else []
-        return [*holders, Attributes(value, slots)] if slots else holders
+        holders: list[Holder] = [Container(value)] if is_container else []
+        if isinstance(attributes, dict):
+            holders.append(Container(attributes, named=True))
+        if slots:
+            holders.append(Attributes(value, slots))
+        return holders
 
     return of_object
 

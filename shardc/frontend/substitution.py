@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import torch_compat
+from shardc.frontend.model_tree import named_tensors
 from shardc.frontend.precision import KEEP_HINT
 from shardc.frontend.provenance import Origin, about_tensor
 from shardc.frontend.selected_rows import SelectedRows
@@ -102,6 +103,10 @@ class StandIns:
 
         Called while the traced tensors are in place.
         """
+        with torch_compat.unobserved():
+            self._refuse_changed()
+
+    def _refuse_changed(self) -> None:
         self._refuse_new()
         assigned = {id(t) for m, kind, key, _ in self.entries if (t := torch_compat.held(m, kind, key)) is not None}
         for base in self._by_id.values():
@@ -126,6 +131,8 @@ class StandIns:
         known = {id(base.traced) for base in self._by_id.values()}
         places = {(module, key) for module, _, key, _ in self.entries}
         for prefix, module in self.model.named_modules():
+            if all(p is None or id(p) in known for p in vars(module)["_parameters"].values()):
+                continue
             for key, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in known and (module, key) not in places:
                     name = f"{prefix}.{key}" if prefix else key
@@ -168,7 +175,8 @@ def _refuse_conversion(kind: str, name: str, t: Tensor, converted: Tensor) -> No
 
 def first_names(model: nn.Module) -> dict[int, str]:
     """The first name of each parameter and buffer, by the identity of the tensor."""
-    return {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
+    parameters, buffers = named_tensors(model)
+    return {id(t): name for name, t in (*buffers.items(), *parameters.items())}
 
 
 def view_like(view: Tensor, base: _Base, start: int) -> Tensor | None:
@@ -198,10 +206,10 @@ def refuse_shared_memory(model: nn.Module, batch: Mapping[str, Tensor], written:
     A program keeps each parameter, buffer and input by itself: what is written to one would not be seen in the other.
     Parameters that are trained change; `written` names buffers and inputs that do.
     """
-    changing = {name for name, p in model.named_parameters() if p.requires_grad} | set(written)
-    tensors = dict(model.named_parameters())
+    tensors, buffers = named_tensors(model)
+    changing = {name for name, p in tensors.items() if p.requires_grad} | set(written)
     params = {id(p) for p in tensors.values()}
-    tensors |= {name: b for name, b in model.named_buffers() if id(b) not in params}
+    tensors |= {name: b for name, b in buffers.items() if id(b) not in params}
     inputs = {name: t for name, t in batch.items() if name not in tensors}
     for a, b in overlapping({**tensors, **inputs}):
         if a in inputs and b in inputs:
@@ -218,10 +226,13 @@ def refuse_shared_memory(model: nn.Module, batch: Mapping[str, Tensor], written:
 def refuse_arrays(model: nn.Module, arrays: Iterable[tuple[str, Any]]) -> None:
     """Raise ShardcError (SC120) for an array of numpy in the memory of a parameter or buffer: what forward reads of it
     are Python's numbers, which a program has as they were while compiling."""
-    extents = [(e, name) for name, t in (*model.named_parameters(), *model.named_buffers()) if (e := extent_of(t))]
-    for path, array in arrays:
+    cpu = torch.device("cpu")
+    parameters, buffers = named_tensors(model)
+    tensors = [(name, t) for name, t in (*parameters.items(), *buffers.items()) if t.device == cpu]
+    extents = [(e, name) for name, t in tensors if (e := extent_of(t))]
+    for path, array in arrays if extents else ():
         start: int = array.__array_interface__["data"][0]
-        extent = Extent(torch.device("cpu"), start, start + array.nbytes)
+        extent = Extent(cpu, start, start + array.nbytes)
         owner = next((name for other, name in extents if other.meets(extent)), None)
         if owner is not None:
             message = f"'{path}' is an array of numpy in the memory of '{owner}', which changes from step to step"
@@ -242,7 +253,10 @@ def refuse_frozen(
     model: nn.Module, constants: Mapping[fx.Node, Tensor], origin_of: Callable[[fx.Node], Origin]
 ) -> None:
     """Raise ShardcError (SC120) for a constant of a graph that is a tensor of the model, or in a tensor's memory."""
-    extents = [(extent_of(t), name) for name, t in (*model.named_parameters(), *model.named_buffers())]
+    if not constants:
+        return
+    parameters, buffers = named_tensors(model)
+    extents = [(extent_of(t), name) for name, t in (*parameters.items(), *buffers.items())]
     for node, constant in constants.items():
         extent = extent_of(constant)
         owner = next((name for other, name in extents if other and extent and other.meets(extent)), None)

@@ -41,6 +41,7 @@ from shardc.frontend.local_mutation import rewritten
 from shardc.frontend.loop_notes import noting
 from shardc.frontend.loss_gradients import Hooks, gradients
 from shardc.frontend.model_outputs import output_tensors
+from shardc.frontend.model_tree import named_tensors
 from shardc.frontend.op_overrides import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
 from shardc.frontend.precision import Casts, Precision, place_casts, refuse_mixed
 from shardc.frontend.provenance import Origin, Origins, first_tensor
@@ -196,8 +197,7 @@ class _Step:
         self.mode = torch_compat.fake_mode()
         self.random = RandomOps()
         self.recorded = torch_compat.Recorded()  # also of copies of this step
-        self.params = dict(model.named_parameters())
-        self.buffers = dict(model.named_buffers())
+        self.params, self.buffers = named_tensors(model)
         self.trainable = [name for name, p in self.params.items() if p.requires_grad]
         self.results: list[tuple[Literal["loss", "grad", "buffer", "output"], str]] = []  # of joint, in order
         self.in_loss = False  # the loss function is being called
@@ -222,11 +222,9 @@ class _Step:
         def fake(t: Tensor) -> Tensor:
             return torch_compat.fake_like(self.mode, t)
 
-        def param(p: Tensor) -> Tensor:
-            dtype = p.dtype if self.precision is None else self.precision.stored(p)
-            return fake(torch.empty_like(p, dtype=dtype, device="meta")).requires_grad_(p.requires_grad)
-
-        params, buffers = map(param, self.params.values()), map(fake, self.buffers.values())
+        make, stored = torch_compat.FakeParameters(self.mode).make, self.precision and self.precision.stored
+        params = [make(p, p.dtype if stored is None else stored(p)) for p in self.params.values()]
+        buffers = map(fake, self.buffers.values())
         scale = [fake(torch.empty((), device="meta", dtype=torch.float32))] if self.scaled else []
         share = [fake(torch.empty((), device="meta", dtype=torch.float64))] if self.weighted else []
         seed = fake(torch.empty((), dtype=torch.int64, device="meta"))
@@ -253,7 +251,7 @@ class _Step:
         decompositions = self.decompositions()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(not self.forward_only))  # whatever the caller's mode
-            stack.enter_context(torch_compat.hugging_face_patches(self.model))
+            stack.enter_context(torch_compat.hugging_face_patches(names))
             stack.enter_context(torch_compat.unvalidated_distributions())
             stack.enter_context(masks_as_eager(self.model))
             stack.enter_context(packed_as_eager())
@@ -494,7 +492,8 @@ def _finish(step: _Step, gm: fx.GraphModule, origins: Origins) -> Traced:
 def _named_inputs(step: _Step, placeholders: list[fx.Node]) -> list[TracedInput]:
     model = step.model
     aliases: dict[Tensor, list[str]] = {}
-    for name, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+    parameters, buffers = named_tensors(model, remove_duplicate=False)
+    for name, t in (*parameters.items(), *buffers.items()):
         aliases.setdefault(t, []).append(name)
     nodes = iter(placeholders)
     inputs = [

@@ -97,6 +97,7 @@ class UnrecordedLayers:
         self._modes, self._number = torch_compat.modes(), 0  # the number: of the next random draw, before a call
         origins.on_return = self.on_return
         self._failed = ""
+        self._splits: dict[str, tuple[str, int, str]] = {}
         self._forms = CallForms()
         for which, table in enumerate(tensors):
             for name, t in table.items():
@@ -229,14 +230,20 @@ class UnrecordedLayers:
 
     # -------------------------------------------------------------- from layer to layer
     def _split(self, name: str) -> tuple[str, int, str]:
-        layer = layer_of(name)
-        path, index = list_and_index(layer)
-        return (path, index, name[len(layer) :]) if path in self._lists and layer else ("", -1, name)
+        split = self._splits.get(name)
+        if split is None:
+            layer = layer_of(name)
+            path, index = list_and_index(layer)
+            split = (path, index, name[len(layer) :]) if path in self._lists and layer else ("", -1, name)
+            self._splits[name] = split
+        return split
 
     def _move(self, calls: bool = False) -> None:
         """Follow forward to the layer in which it is now. `calls`: something is called there."""
         path, index, _ = self._split(self._origins.fqn)
-        self._move_to(path, index, calls)
+        run = self._run
+        if run is None or not run.imitating or index != run.at or path != run.path or self._failed:
+            self._move_to(path, index, calls)
 
     def _move_to(self, path: str, index: int, calls: bool) -> None:
         if self._failed:
@@ -351,9 +358,10 @@ class UnrecordedLayers:
     # -------------------------------------------------------------- calls
     def _imitated(self, run: _Run, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the call would return, if it is the one that the template made here."""
-        if run.next >= len(run.template):
+        templates = run.template
+        if run.next >= len(templates):
             self._fail("a layer calls more than those before")
-        template = run.template[run.next]
+        template = templates[run.next]
         try:
             form = self._form_of(run, function, args, kwargs, [])
         except UnequalError:

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
 
 from shardc import torch_compat
+from shardc.frontend.model_tree import named_tensors
 from shardc.frontend.provenance import Origin, Origins
 from shardc.ir.diagnostic import ShardcError, error
 from shardc.ir.graph import op_name
@@ -21,7 +22,8 @@ from shardc.ir.types import kind_of
 def refuse_unfit(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
     """Raise ShardcError for tensors that have no shape yet, no elements, or no plain memory: of the model SC112, of the
     batch SC103."""
-    for name, t in (*model.named_parameters(), *model.named_buffers()):
+    parameters, buffers = named_tensors(model)
+    for name, t in (*parameters.items(), *buffers.items()):
         if is_lazy(t):
             hint = "run the model once on a batch before it is compiled: that gives a lazy module its shapes"
             raise error(
@@ -30,7 +32,7 @@ def refuse_unfit(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         if (kind := kind_of(t)) is not None:
             hint = "keep it as a plain tensor, and convert it in forward"
             raise error("SC112", f"'{name}' is a {kind} tensor", tensor=name, hint=hint)
-    for name, p in model.named_parameters():
+    for name, p in parameters.items():
         if not p.numel():
             hint = "leave it out where its size is 0"
             raise error("SC112", f"parameter '{name}' of {list(p.shape)} has no elements", tensor=name, hint=hint)

@@ -142,8 +142,8 @@ FLOORS: list[dict[str, str]] = [
             cleanup evaluation_mode expert_masks expert_notes expert_replay expert_rows experts_form few_layers
             function_caches gradients ingest join_loads layer_drop library_experts library_masks lifted_casts
             local_mutation loop_body loop_notes loop_operations loop_shapes loop_source loop_values loss_gradients
-            made_anew memory_writes model_changes model_outputs op_overrides optimizer optimizer_trace own_values
-            precision program_inputs program_optimizers provenance python_random python_state rolled_loops
+            made_anew memory_writes model_changes model_outputs model_tree op_overrides optimizer optimizer_trace
+            own_values precision program_inputs program_optimizers provenance python_random python_state rolled_loops
             row_selection row_wise sample_call sample_values saved_state selected_rows size_guards spec_augment
             state_holders substitution token_weights trace traced traced_graph traced_scalar unrecorded_layers
             unsupported update_cache whole_matrices
