@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.compiler import driver, layer_copies
-from shardc.compiler.layer_copies import by_few_layers
+from shardc.compiler.layer_copies import by_few_layers, finished_by_few_layers
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.schema import given as arguments
 from shardc.ir.units import UnequalError
 
 LAYERS = 14
+MANY = 24  # so many that few of them go through all passes
+SMALL: dict[str, Any] = {"bucket": "1KiB"}  # or all gradients of such small layers would travel as one
+BY_FEW: dict[str, Callable[..., Any]] = {"sharded": by_few_layers, "finished": finished_by_few_layers}
 WIDTH = 16
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 ROWS = {"inputs": {"*": "dp, -"}}
@@ -63,43 +66,66 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def both(model: nn.Module, plan: Any, *, trained: bool = False, batch: Any = X) -> tuple[bool, shardc.Program]:
-    """Whether few layers were looked at; asserts that the program is what looking at all of them makes it."""
-    taken: list[bool] = []
+def both(model: nn.Module, plan: Any, *, trained: bool = False, batch: Any = X) -> tuple[set[str], shardc.Program]:
+    """In which ways few layers were looked at, "sharded" or "finished", and the program; asserts that it is what it is
+    when all layers are looked at."""
+    taken = set[str]()
 
-    def noted(*args: Any) -> Any:
-        try:
-            sharded = by_few_layers(*args)
-        except (UnequalError, ShardcError):  # and nothing else: `sharded_by_layers` would hide a fault
-            sharded = None
-        taken.append(sharded is not None)
-        return sharded
+    def noted(way: str) -> Any:
+        def by_few(*args: Any) -> Any:
+            try:
+                made = BY_FEW[way](*args)
+            except (UnequalError, ShardcError):  # and nothing else: `sharded_by_layers` would hide a fault
+                made = None
+            if made is not None and not args[0].units:
+                taken.add(way)
+            return made
 
-    programs: list[shardc.Program] = []
-    for way in (noted, lambda *_: None):
-        with patch.object(driver, "sharded_by_layers", way):
+        return by_few
+
+    def compiled(*ways: str) -> shardc.Program:
+        with (
+            patch.object(driver, "finished_by_layers", noted("finished") if "finished" in ways else none),
+            patch.object(driver, "sharded_by_layers", noted("sharded") if "sharded" in ways else none),
+        ):
             optimizer = adam(model) if trained else None
-            programs.append(shardc.compile(model, batch, mesh="dp=2, tp=2", plan=plan, optimizer=optimizer))
-    ours, whole = programs
+            return shardc.compile(model, batch, mesh="dp=2, tp=2", plan=plan, optimizer=optimizer)
+
+    whole, ours = compiled(), compiled("finished", "sharded")
     assert ours.to_plain() == whole.to_plain()
-    return any(taken), ours
+    if "finished" in taken:
+        assert compiled("sharded").to_plain() == whole.to_plain()
+    return taken, ours
 
 
-@pytest.mark.parametrize(
-    ("plan", "trained"),
-    [
-        (COLUMNS, False),
-        (ROWS | {"storage": {"zero": 3, "axes": ["dp"]}, "precision": "bf16"}, True),
-        (COLUMNS | {"storage": {"zero": 1, "axes": ["dp"]}, "accumulate": 2}, True),
-        (COLUMNS | {"recompute": {"budget": "4KiB"}}, False),
-        (ROWS | {"pipeline": {"axis": "tp", "microbatches": 2}}, False),
-        (COLUMNS | {"overlap": {"split": 2}}, False),
-    ],
-    ids=["tp", "zero-3", "accumulate", "budget", "pipeline", "halves"],
-)
-def test_few_layers_are_looked_at(plan: dict[str, Any], trained: bool) -> None:
-    taken, program = both(Stack(in_turn), plan, trained=trained)
-    assert taken
+def none(*_: Any) -> None:
+    """All layers have to be looked at."""
+
+
+PLANS: dict[str, tuple[dict[str, Any], bool, bool]] = {  # the plan, whether it trains, whether few are finished
+    "tp": (COLUMNS, False, True),
+    "zero-3": (ROWS | {"storage": {"zero": 3, "axes": ["dp"]}, "precision": "bf16", "bucket": "4KiB"}, True, True),
+    "accumulate": (COLUMNS | {"storage": {"zero": 1, "axes": ["dp"]}, "accumulate": 2}, True, True),
+    "budget": (COLUMNS | {"recompute": {"budget": "4KiB"}}, False, False),
+    "pipeline": (ROWS | {"pipeline": {"axis": "tp", "microbatches": 2}}, False, False),
+    "halves": (COLUMNS | {"overlap": {"split": 2}}, False, True),
+    "fuse": (COLUMNS | {"fuse": True}, True, True),
+    "exclude": (COLUMNS | {"fuse": {"exclude": ["layers.3.norm"]}}, False, False),
+    "recompute": (COLUMNS | {"recompute": "full"}, False, True),
+    "clip": (COLUMNS | {"clip_grad_norm": 1.0}, True, False),
+    "offload": (COLUMNS | {"offload": {"activations": "all"}}, False, True),
+}
+
+
+@pytest.mark.parametrize("layers", [LAYERS, MANY])
+@pytest.mark.parametrize("name", PLANS)
+def test_few_layers_are_looked_at(name: str, layers: int) -> None:
+    plan, trained, is_finished = PLANS[name]
+    taken, program = both(Stack(in_turn, layers=layers), SMALL | plan, trained=trained)
+    if name == "clip":  # one norm of all gradients
+        assert not taken
+    else:
+        assert taken == ({"finished", "sharded"} if is_finished and layers == MANY else {"sharded"})
     assert program.verify().ok
 
 
