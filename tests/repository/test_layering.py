@@ -98,8 +98,9 @@ FLOORS: list[dict[str, str]] = [
             __init__ accumulate attention_keys attention_rows base bias_products carried_states cheaper_calls
             communication communication.bucket communication.causes communication.combine communication.decompose
             communication.late_gradients communication.late_products communication.overlap communication.prefetch
-            communication.report_gathers communication.split_batch context context.attention_times context.divide_attention context.divided_heads
-            context.merge_keys context.pack_parts cumulative_rows exchanged_rows fusion fusion.analysis
+            communication.report_gathers communication.split_batch context context.attention_times
+            context.divide_attention context.divided_heads context.merge_keys context.pack_parts cumulative_rows
+            exchanged_rows fusion fusion.analysis
             fusion.analysis.access fusion.analysis.constant_values fusion.analysis.iteration_space
             fusion.analysis.space_cache fusion.analysis.traffic fusion.analysis.view_analysis fusion.clustering
             fusion.clustering.batch_norms fusion.clustering.cluster fusion.clustering.cluster_dag

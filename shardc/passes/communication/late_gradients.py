@@ -13,7 +13,7 @@ Needs a localized body, or a part of one. Ensures the same calls, each after wha
 of such a product (casts, sums over microbatches, reductions of gradients) behind it. Casts and views of reduced
 gradients run where the optimizer reads them, or last. In the order of the program, products are put off. Behind each
 collective that backward waits for, as many run as take as long as it has nothing else to run beside it
-(`cost.call_seconds`): the latest before it, from the last collective to the first. The others stay.
+(`cost.call_seconds`), of its layer or the one before it in backward (`late_products`). The others stay.
 
 A product that is put off holds its operands. They are bounded: at the peak, a body may hold `growth` of it more. An
 order that is predicted to take no less time (`cost.streams`) is not taken: later products begin the reductions of their

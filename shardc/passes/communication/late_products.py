@@ -1,15 +1,16 @@
-"""Which product that makes a gradient of a weight runs behind which collective of backward, layer by layer.
+"""Which product that makes a gradient of a weight runs behind which collective of backward: decided layer by layer.
 
-    %dv = linear_wgrad(..)                layer 2, its products dv, dw       what a group lends or has left
+    %dv = linear_wgrad(..)              products of layer 2: dv, dw
     %dw = linear_wgrad(..)
-    %dx.sum = all_reduce(%dx, tp)         layer 2, its group: dx.sum         takes dw, the latest
-    %du = linear_wgrad(..)                layer 1, its products du
-    %dy.sum = all_reduce(%dy, tp)         layer 1, its group: dy.sum         takes du, and dv if it lacks more
+    %dx.sum = all_reduce(%dx, tp)       group of layer 2: dx.sum      takes dw, the latest before it
+    %du = linear_wgrad(..)              products of layer 1: du
+    %dy.sum = all_reduce(%dy, tp)       group of layer 1: dy.sum      takes du, and dv if du takes less time than it
 
-The collectives of one layer that follow each other are a group, those outside of layers too. A group may have products
-of its own, which lie between the group before and itself, and of the group before; none is held for longer. What it
-takes depends on the groups beside it alone: equal layers have the same order, however many there are, but for the first
-two and the last.
+Collectives of one layer that follow each other are a group, and so are those outside of layers. A group's products lie
+between the group before it and its last collective. It takes its own products, or those of the group before, so none is
+put off further than to the next layer. What it takes depends on a few groups around it: equal layers have the same
+order, however many there are, but for a few at the beginning and the end of backward. A model without layers has one
+group.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ class Assignment:
     def behind(self) -> dict[fx.Node, fx.Node]:
         """A collective for each product that is put off.
 
-        A group is offered its products and those that the group before lends it; then those that it has left; then
-        those that the group before has left. No product is offered to two groups at a time, so what one takes does not
-        pass on from group to group.
+        A group is offered three times: its products but those that it lends, and those that the group before lends it;
+        what is left of its own; what is left of the group before. No product is offered to two groups at a time, so a
+        difference between two layers does not pass on to all layers behind them.
         """
         groups = self._groups()
         lent = self._lent(groups)
@@ -122,8 +123,9 @@ class Assignment:
         return taken
 
     def _lent(self, groups: Sequence[_Group]) -> set[fx.Node]:
-        """Which products groups leave to the next one: those that a group would take of the one before if all were like
-        it, and it were less exposed then. Fewer if the one before lends so little that collectives would be bare."""
+        """Which products groups lend to the next one. If all groups were equal, what one lends is what it borrows: it
+        lends what it would take of an equal one before it, where less is exposed then. It lends less where the one
+        before lends it so little that more of its collectives would have no product."""
         lent, last = set[fx.Node](), list[fx.Node]()
         for group in groups[:-1]:
             like = min(
@@ -131,20 +133,22 @@ class Assignment:
                 key=lambda filled: filled.exposed,
             )
             lends = [node for node, awaited in like.behind.items() if self.place[awaited] < self.place[node]]
-            left = list(lends)
-            while left:
-                kept = [node for node in group.products if node not in left]
+            lending = list(lends)
+            while lending:
+                kept = [node for node in group.products if node not in lending]
                 if self._filled(group, [*last, *kept]).exposed[0] <= like.exposed[0]:
                     break
-                left.pop()
-            lent.update(left)
+                lending.pop()
+            lent.update(lending)
             last = lends
         return lent
 
     def _filled(self, group: _Group, products: Sequence[fx.Node], *, ring: int = 0, hold: bool = False) -> _Group:
-        """The group with as many of the products behind its collectives as they lack, in the better of two ways. In a
-        `ring` of so many calls, what comes after a collective is before it, too. To `hold` a product, there must be
-        room for what it reads."""
+        """The group with as many of the products behind its collectives as they lack, in the better of two ways.
+
+        In a `ring`, a product after a collective is also before it, by that many calls less. To `hold` a product, there
+        must be room for what it reads.
+        """
         filled = {closest: self._tried(group, products, closest, ring) for closest in (False, True)}
         best = min(filled, key=lambda closest: filled[closest].exposed)
         return self._tried(group, products, best, ring, hold) if hold else filled[best]
@@ -152,11 +156,11 @@ class Assignment:
     def _tried(
         self, group: _Group, products: Sequence[fx.Node], closest: bool, ring: int, hold: bool = False
     ) -> _Group:
-        """Each collective takes one, then several, then those of which more is wasted than used. The last collective is
-        the first to take, the latest product before it. If `closest`, the one that lacks most takes first, the product
-        that is closest to that."""
+        """Each collective takes one product, then several, then those of which more is wasted than used. `slack` is how
+        long products take beyond what all collectives lack: so much may be wasted. The last collective takes first, the
+        latest product before it. If `closest`, the one that lacks most takes first, the product closest to that."""
         missing, behind = dict(group.missing), dict(group.behind)
-        slack = sum(map(self._seconds, products)) - sum(missing.values())
+        slack = sum(map(self._seconds, products)) - group.exposed[1]
         refused = set[tuple[fx.Node, fx.Node]]()
         for once, wasteful in ((True, False), (False, False), (False, True)):
             waiting = [node for node in missing if missing[node] > 0]
