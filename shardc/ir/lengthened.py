@@ -15,13 +15,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 from torch import fx
 
 from shardc.ir.equal_layers import READ, LayerPair, LayerView
-from shardc.ir.graph import FIELD_VALUES, Graph, ValueInfo, info, set_info
+from shardc.ir.gc_pause import made_old
+from shardc.ir.graph import FIELD_VALUES, Graph, ValueInfo, info, info_of, set_info
 from shardc.ir.units import UnequalError, Units
 from shardc.torch_compat import add_node, args_of, kwargs_of
 
@@ -32,7 +33,12 @@ OfBlock = Callable[[int], Any]
 def lengthened(short: Graph, units: Units, lacking: Units | None = None) -> Graph:
     """A copy with the units between `first` and `last` made like these two, but for those that it is `lacking` still.
     Raises UnequalError where the two differ."""
-    return _Lengthening(short, units, lacking).graph()
+    lengthening = _Lengthening(short, units, lacking)
+    try:
+        with made_old():
+            return lengthening.graph()
+    finally:
+        vars(lengthening).clear()  # it holds functions that hold it: garbage for the collector, as large as the graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,8 @@ class _Lengthening:
         self.places: dict[fx.Node, int] = {}  # in the whole, of values that are kept
         self.ends: dict[fx.Node, int] = {}  # and of those of the two blocks
         self.forms: dict[fx.Node, _Form] = {}
+        self.texts: dict[str, OfBlock] = {}
+        self.betweens: dict[tuple[int, int], tuple[OfBlock | None, Any, Any]] = {}  # of twins, by what they are
 
     def graph(self) -> Graph:
         short = self.short
@@ -204,7 +212,7 @@ class _Lengthening:
         fields = list(form.fields)
         for k, of_block in form.differing:
             fields[k] = of_block(at)
-        set_info(copy, ValueInfo(*fields))
+        set_info(copy, info_of(fields))
 
     def _form(self, x: fx.Node, y: fx.Node) -> _Form:
         fields = FIELD_VALUES(info(x))
@@ -221,8 +229,10 @@ class _Lengthening:
 
     def _between(self, x: T, y: T, at: int) -> T:
         """What the block of a unit has where that of `first` has `x` and that of `last` has `y`."""
-        of_block = self._varying(x, y)
-        return x if of_block is None else of_block(at)
+        known = self.betweens.get((id(x), id(y)))
+        if known is None:
+            known = self.betweens[id(x), id(y)] = self._varying(x, y), x, y
+        return x if known[0] is None else known[0](at)
 
     def _varying(self, x: Any, y: Any) -> OfBlock | None:
         """What the block of each unit has where that of `first` has `x` and that of `last` has `y`; None where all of
@@ -231,7 +241,7 @@ class _Lengthening:
         if kind is fx.Node:
             return self._operand(x, y)
         if kind is str:
-            return None if x == y else partial(self._text, x)
+            return None if x == y else self._retold(x)
         if isinstance(x, tuple | list):
             make = tuple if isinstance(x, tuple) else kind
             return self._items(x, y, lambda items: make(items))
@@ -266,9 +276,19 @@ class _Lengthening:
         key, behind = self.view.key[x], self._slot(x) - self.first
         return lambda at: self.read_inside(at + behind, key)
 
-    def _text(self, text: str, at: int) -> str:
-        """A text of the block of `first`, in another."""
-        return self.view.retold(text, lambda unit: self.unit(at + self.units.slot(unit) - self.first))
+    def _retold(self, text: str) -> OfBlock:
+        """A text of the block of `first`, in each block: made once, as many values say the same."""
+        if text not in self.texts:
+            view, slot, parts = self.view, self.units.slot, self.view.index.split(text)
+            if len(parts) == 3:  # as nearly all
+                unit, element = divmod(int(parts[1]), view.period)
+                before, behind, after = f"{parts[0]}{view.path}.", slot(unit) - self.first, parts[2]
+                self.texts[text] = cache(lambda at: f"{before}{self.unit(at + behind) * view.period + element}{after}")
+            else:
+                self.texts[text] = cache(
+                    lambda at: view.retold(text, lambda unit: self.unit(at + slot(unit) - self.first))
+                )
+        return self.texts[text]
 
     # ------------------------------------------------------------------ places
     def _slot(self, value: fx.Node) -> int:
@@ -302,7 +322,7 @@ class _Lengthening:
         for name, count in self.short.taken.items():
             found = self.view.index.search(name)
             if found is not None and int(found[1]) // self.units.period == self.units.first:
-                names |= {self._text(name, at): count for at in range(self.first + 1, self.end)}
+                names |= dict.fromkeys(map(self._retold(name), range(self.first + 1, self.end)), count)
         return names
 
 

@@ -1,8 +1,11 @@
 """Which module of a model is a layer: one table for recompute, buckets, the cut and summaries."""
 
+import pickle
+from dataclasses import FrozenInstanceError
+
 import pytest
 
-from shardc.ir.graph import ValueInfo
+from shardc.ir.graph import FIELD_VALUES, ValueInfo, info_of
 from shardc.ir.layers import layer_of, layer_or_module, layers_of, list_and_index
 
 TABLE = [
@@ -58,3 +61,18 @@ def test_a_divided_layer_consists_of_those_inside() -> None:
 def test_list_and_index() -> None:
     assert list_and_index("transformer.h.12") == ("transformer.h", 12)
     assert list_and_index("ln_f") == ("ln_f", -1)
+
+
+def test_what_is_known_of_a_value_may_be_made_at_once() -> None:
+    about = ValueInfo("x", None, fqn="h.0", phase="bwd", passes=("dp",))
+    made = info_of(FIELD_VALUES(about))
+    assert type(made) is ValueInfo
+    assert made == about
+    assert hash(made) == hash(about)
+    assert pickle.loads(pickle.dumps(made)) == about
+    with pytest.raises(FrozenInstanceError):
+        made.name = "y"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        info_of(["x"])
+    with pytest.raises(TypeError):
+        info_of([*FIELD_VALUES(about), 1])
