@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardc.compiler.decompose_auto import DecomposeChoice, can_decompose, choose
-from shardc.compiler.layer_copies import finished_by_layers, sharded_by_layers
+from shardc.compiler.layer_copies import Bodies, made_by_layers, sharded_by_layers
 from shardc.compiler.pass_pipeline import (
     Options,
     Verified,
@@ -105,9 +105,13 @@ def compile_step(task: Task, options: Options) -> CompiledGraphs:
     reference = accumulated(reference, plan.microbatches, options, task.updates, always=plan.pipeline is not None)
     reference.tokens = task.tokens
 
-    if (unfused := _by_layers(task, reference, options)) is not None:
+    made = _by_layers(task, reference, options)
+    if made.finished is not None:
+        group_as_ranks(reference, made.finished)
+        merge = [pass_ for pass_ in call_passes(options) if isinstance(pass_, MergeUpdates)]
+        unfused = one_stage(run(made.finished, merge, options))
         return _compiled(task, reference, (unfused, _with_kernels(unfused, options), None), options)
-    body = distribute(reference, task.bound, options)
+    body = distribute(reference, task.bound, options) if made.body is None else made.body
     group_as_ranks(reference, body)
     check_excluded(body, plan.fuse.exclude)
     staged = stages_of(plan, body, task.mesh, options, task.like)
@@ -128,28 +132,21 @@ def _compiled(task: Task, reference: Graph, finished: _Finished, options: Option
     return CompiledGraphs(reference, fused.body, fused.mesh, traffic=bytes_moved, decompose=choice)
 
 
-def _by_layers(task: Task, reference: Graph, options: Options) -> StagedProgram | None:
-    """A step before it is fused, by few of its equal layers; None where all of them have to be looked at.
+def _by_layers(task: Task, reference: Graph, options: Options) -> Bodies:
+    """What can be made of a step by few of its equal layers. What looks over the whole step then sees the whole step:
+    the cut of a pipeline, updates that are merged, kernels."""
 
-    What looks over the whole step sees the whole step: updates that are merged, and then kernels."""
-    if task.plan.pipeline is not None or task.plan.fuse.exclude or options.recompute.mode == "budget":
-        return None
-
-    def of_few(short: Graph, bound: Sequence[Bound], few: Options) -> Graph:
-        body = distribute(short, bound, few)
-        group_as_ranks(short, body)
+    def finished(body: Graph, few: Options) -> Graph:
         staged = one_stage(body)
         if _is_open(task, staged, few):
             raise UnequalError("whether products are decomposed is predicted of the whole step")
         return finish(staged, few, fused=False, merged=False).body
 
+    is_cut = task.plan.pipeline is not None
+    finishing = None if is_cut or task.plan.fuse.exclude else finished  # values are excluded by names that a body has
     # Updates, and products of 8-bit floats, may be asked for layer by layer.
     traced = task.traced.units if task.updates is None and options.quantize.compute is None else ()
-    whole = finished_by_layers(reference, task.bound, options, of_few, traced)
-    if whole is None:
-        return None
-    merge = [pass_ for pass_ in call_passes(options) if isinstance(pass_, MergeUpdates)]
-    return one_stage(run(whole, merge, options))
+    return made_by_layers(reference, task.bound, options, distribute, finishing, traced) or Bodies(None)
 
 
 def _is_open(task: Task, staged: StagedProgram, options: Options) -> bool:

@@ -9,7 +9,7 @@ where somebody watches the passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shardc.compiler.pass_pipeline import Options, inspect
@@ -20,6 +20,7 @@ from shardc.ir.units import UnequalError, Units
 from shardc.passes.base import Pass
 from shardc.passes.communication.combine import Combine
 from shardc.passes.communication.prefetch import Prefetch
+from shardc.passes.communication.split_batch import SplitBatch
 from shardc.passes.context.divide_attention import Divided
 from shardc.passes.sharding.dispatch import Choice
 from shardc.passes.sharding.seed import Bound
@@ -27,40 +28,76 @@ from shardc.passes.sharding.seed import Bound
 T = TypeVar("T")
 C = TypeVar("C", Choice, Divided)
 Distribute = Callable[[Graph, Sequence[Bound], Options], Graph]
-FINISHED_BESIDE = (3, 5)  # so many more layers at either end go through all passes: some look beyond their neighbours
+Finish = Callable[[Graph, Options], Graph]
+MADE_BESIDE = (3, 5)  # so many more layers at either end go through all passes: some look beyond their neighbours
 
 
-def finished_by_layers(
+@dataclass(frozen=True)
+class Bodies:
+    """What ranks run of a step: its `body` behind the body's passes, and that `finished` by those behind them, but for
+    what looks over the whole step; None where that has not been made."""
+
+    body: Graph | None
+    finished: Graph | None = None
+
+
+def made_by_layers(
     reference: Graph,
     bound: Sequence[Bound],
     options: Options,
-    finish: Distribute,
+    distribute: Distribute,
+    finish: Finish | None,
     traced: Sequence[Units] = (),
-) -> Graph | None:
-    """What `finish` makes of a step, by doing it to few of its equal layers: the graph that ranks run, before it has
-    kernels. None where all layers have to be looked at. Those that are `traced` as equal are so in the reference."""
-    if options.watch is not None:
+) -> Bodies | None:
+    """What `distribute`, and then `finish`, make of a step, by doing it to few of its equal layers; None where all of
+    them have to be looked at. Those that are `traced` as equal are so in the reference."""
+    if options.watch is not None or options.recompute.mode == "budget":
         return None
     try:
-        return finished_by_few_layers(reference, bound, options, finish, traced)
+        return made_by_few_layers(reference, bound, options, distribute, finish, traced)
     except Exception:  # also a check that failed: whatever is wrong with few layers, all of them are looked at
         return None
 
 
-def finished_by_few_layers(
+def made_by_few_layers(
     reference: Graph,
     bound: Sequence[Bound],
     options: Options,
-    finish: Distribute,
+    distribute: Distribute,
+    finish: Finish | None,
     traced: Sequence[Units] = (),
-) -> Graph | None:
+    *,
+    both: bool = False,
+) -> Bodies | None:
     """The same. Raises UnequalError where layers turn out not to be equal, and ShardcError for what is wrong with few
-    of them."""
+    of them. A body that is finished is not made before that, unless `both` are wanted."""
     units = equal_layers(reference, traced)
-    units = None if units is None else units.narrowed(*FINISHED_BESIDE)
+    units = None if units is None else units.narrowed(*MADE_BESIDE)
     if units is None or len(units.removed) < LEAST:
         return None
-    return _of_few(reference, units, bound, options, finish, finished_by_few_layers, Prefetch())
+    short, kept, few = _shortened(reference, units, bound, options)
+    try:  # another list may have more
+        made = made_by_few_layers(short, kept, few, distribute, finish, both=True)
+    except UnequalError:
+        made = None
+    if made is None:
+        made = Bodies(distribute(short, kept, few))
+        if finish is not None:
+            made = replace(made, finished=_unless_unequal(lambda: finish(made.body.copy(), few)))
+    finished, body = None, None
+    if made.finished is not None:
+        finished = _unless_unequal(lambda: _of_all(made.finished, reference, units, options, Prefetch()))
+    if both or finished is None:
+        body = _of_all(made.body, reference, units, options, SplitBatch())
+    _choose_for_all(options, units)
+    return Bodies(body, finished)
+
+
+def _unless_unequal(make: Callable[[], Graph]) -> Graph | None:
+    try:
+        return make()
+    except UnequalError:
+        return None
 
 
 def sharded_by_layers(
@@ -82,37 +119,34 @@ def by_few_layers(reference: Graph, bound: Sequence[Bound], options: Options, di
     units = equal_layers(reference)
     if units is None:
         return None
-    return _of_few(reference, units, bound, options, distribute, by_few_layers, Combine())
-
-
-def _of_few(
-    reference: Graph,
-    units: Units,
-    bound: Sequence[Bound],
-    options: Options,
-    make: Distribute,
-    by_few: Callable[[Graph, Sequence[Bound], Options, Distribute], Graph | None],
-    last: Pass,
-) -> Graph:
-    """What `make` leaves of a step, its last pass being such a one."""
     short, kept, few = _shortened(reference, units, bound, options)
     try:  # another list may have more
-        made = by_few(short, kept, few, make)
+        sharded = by_few_layers(short, kept, few, distribute)
     except UnequalError:
-        made = None
-    made = make(short, kept, few) if made is None else made
-    for finding in made.diagnostics[len(reference.diagnostics) :]:
+        sharded = None
+    sharded = distribute(short, kept, few) if sharded is None else sharded
+    whole = _of_all(sharded, reference, units, options, Combine())
+    _choose_for_all(options, units)
+    return whole
+
+
+def _of_all(short: Graph, reference: Graph, units: Units, options: Options, last: Pass) -> Graph:
+    """The graph of all layers, as a pass `last` leaves it."""
+    for finding in short.diagnostics[len(reference.diagnostics) :]:
         unit = units.within(finding.fqn or "")[0]
         if unit is not None and unit >= units.first:
             raise UnequalError(f"of each layer is told: {finding.message}")
-    whole = lengthened(made, units)
-    options.assign.chosen[:] = _of_all_layers(options.assign.chosen, units)
-    for divided in (options.attention.chosen, options.keys.chosen):
-        divided[:] = _of_all_layers(divided, units)
+    whole = lengthened(short, units)
     if (whole.inputs, whole.outputs) != (reference.inputs, reference.outputs):
         raise UnequalError("inputs and outputs are others")
     inspect(last, whole, whole, 0.0, replace(options, verify=True))  # copies are always checked
     return whole
+
+
+def _choose_for_all(options: Options, units: Units) -> None:
+    options.assign.chosen[:] = _of_all_layers(options.assign.chosen, units)
+    for divided in (options.attention.chosen, options.keys.chosen):
+        divided[:] = _of_all_layers(divided, units)
 
 
 def _shortened(

@@ -81,7 +81,7 @@ class _Spread:
         self.cause: dict[fx.Node, Cause] = {}
         self.fixed: dict[fx.Node, tuple[bool, ...]] = {}
         self.links: list[_Link] = []
-        self.crossed: dict[tuple[str, fx.Node], int] = {}  # borders of units that a placement has come over
+        self.crossed: dict[tuple[str, fx.Node], tuple[int, int]] = {}  # of a list, the places a placement has come by
         self.copied = copied_axes(graph)
         self.users: dict[fx.Node, list[_Link]] = {v: [] for v in self.spec}
         for node in graph.calls():
@@ -151,10 +151,18 @@ class _Spread:
         """What goes from layer to layer meets what comes the other way where as many layers lie behind as before it:
         among few of them elsewhere than among all."""
         for units in self.graph.units:
-            here, there = (units.within(info(v).fqn or info(v).name)[0] for v in (source, value))
-            crossed = self.crossed.get((units.path, source), 0) + (here != there)
-            self.crossed[units.path, value] = max(crossed, self.crossed.get((units.path, value), 0))
-            if crossed > 1:
+            touched = [units.within(info(v).fqn or info(v).name)[0] for v in (source, value)]
+            places = [units.slot(unit) for unit in touched if unit is not None]
+            places += self.crossed.get((units.path, source), ())
+            if not places:
+                continue
+            widest = max(
+                (min(places), max(places)),
+                self.crossed.get((units.path, value), (0, 0)),
+                key=lambda ends: ends[1] - ends[0],
+            )
+            self.crossed[units.path, value] = widest
+            if widest[1] - widest[0] > max(1, units.first // 2):  # far less than to the ends
                 raise UnequalError(f"{units.path}: a placement goes from layer to layer")
 
     def _drop_repeats(self, value: fx.Node, placement: tuple[Axes, ...]) -> None:
