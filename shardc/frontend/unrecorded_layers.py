@@ -370,7 +370,8 @@ class UnrecordedLayers:
             self._fail(f"a layer calls {getattr(function, '__name__', function)} otherwise than those before")
         if self._random.number - run.drawn[run.at] != template.draws[0]:
             self._fail("a layer draws other random numbers than those before")
-        self._random.skip(template.draws[1])
+        if template.draws[1]:
+            self._random.skip(template.draws[1])
         made = [self._imitations.make(geometry) for geometry in new_in(template.form[1])]
         for place, t in enumerate(made):
             self._forms.assign(t, run.path, run.at, run.next, place)
