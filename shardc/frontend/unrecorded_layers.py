@@ -12,7 +12,8 @@ geometry (it reads values, writes, calls an `autograd.Function`), or one that no
 a module that returns otherwise, other random numbers, and an imitation that something keeps when forward is over. Then
 all layers have to be recorded.
 
-`ir.equal_layers` says which units of layers are left out, and `ir.lengthened` puts them back.
+`ir.equal_layers` says which units of layers are left out, and `ir.lengthened` puts them back. Longer than 400 lines: it
+is one state that each event of forward changes.
 """
 
 from __future__ import annotations
