@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, TypeVar
 
 from torch import fx
 
 from shardc.ir.equal_layers import READ, LayerPair, LayerView
-from shardc.ir.graph import FIELD_VALUES, Graph, ValueInfo, info, set_info
+from shardc.ir.gc_pause import made_old
+from shardc.ir.graph import FIELD_VALUES, Graph, info, info_of, set_info
 from shardc.ir.units import UnequalError, Units
 from shardc.torch_compat import add_node
 
@@ -21,7 +22,12 @@ OfUnit = Callable[[int], Any]
 
 def lengthened(short: Graph, units: Units) -> Graph:
     """A copy with the units between `first` and `last` made like these two. Raises UnequalError where they differ."""
-    return _Lengthening(short, units).graph()
+    lengthening = _Lengthening(short, units)
+    try:
+        with made_old():
+            return lengthening.graph()
+    finally:
+        vars(lengthening).clear()  # it holds functions that hold it: garbage for the collector, as large as the graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class _Lengthening:
         self.kept: dict[fx.Node, fx.Node] = {}
         self.made: dict[int, dict[str, fx.Node]] = {unit: {} for unit in range(units.first, units.last + 1)}
         self.forms: dict[fx.Node, _Form] = {}
+        self.texts: dict[str, OfUnit] = {}
+        self.betweens: dict[tuple[int, int], tuple[OfUnit | None, Any, Any]] = {}  # of twins, by what they are
 
     def graph(self) -> Graph:
         short, unit = self.short, self.view.unit
@@ -127,7 +135,7 @@ class _Lengthening:
         fields = list(form.fields)
         for k, of_unit in form.differing:
             fields[k] = of_unit(at)
-        set_info(copy, ValueInfo(*fields))
+        set_info(copy, info_of(fields))
 
     def _form(self, x: fx.Node, y: fx.Node) -> _Form:
         fields = FIELD_VALUES(info(x))
@@ -157,8 +165,10 @@ class _Lengthening:
 
     def _between(self, x: T, y: T, at: int) -> T:
         """What a unit has where `first` has `x` and `last` has `y`."""
-        of_unit = self._varying(x, y)
-        return x if of_unit is None else of_unit(at)
+        known = self.betweens.get((id(x), id(y)))
+        if known is None:
+            known = self.betweens[id(x), id(y)] = self._varying(x, y), x, y
+        return x if known[0] is None else known[0](at)
 
     def _varying(self, x: Any, y: Any) -> OfUnit | None:
         """What each unit has where `first` has `x` and `last` has `y`; None where all of them have `x`."""
@@ -166,7 +176,7 @@ class _Lengthening:
         if kind is fx.Node:
             return self._operand(x, y)
         if kind is str:
-            return None if x == y else partial(self._text, x)
+            return None if x == y else self._retold(x)
         if isinstance(x, tuple | list):
             make = tuple if isinstance(x, tuple) else kind
             return self._items(x, y, lambda items: make(items))
@@ -219,6 +229,18 @@ class _Lengthening:
             raise UnequalError(f"{key} is read before it is there")
         return values[key]
 
+    def _retold(self, text: str) -> OfUnit:
+        """A text of `first`, for each unit once: many values say the same."""
+        if text not in self.texts:
+            parts, period, slot = self.view.index.split(text), self.units.period, self.units.slot
+            if len(parts) == 3:  # as nearly all
+                unit, element = divmod(int(parts[1]), period)
+                before, behind, after = f"{parts[0]}{self.units.path}.", slot(unit) - slot(self.units.first), parts[2]
+                self.texts[text] = cache(lambda at: f"{before}{(at + behind) * period + element}{after}")
+            else:
+                self.texts[text] = cache(partial(self._text, text))
+        return self.texts[text]
+
     def _text(self, text: str, at: int) -> str:
         """A text of `first`, for the unit `at`."""
         parts = self.view.index.split(text)
@@ -245,5 +267,5 @@ class _Lengthening:
         for name, count in self.short.taken.items():
             found = self.view.index.search(name)
             if found is not None and int(found[1]) // self.units.period == self.units.first:
-                names |= {self._text(name, unit): count for unit in self.units.removed}
+                names |= dict.fromkeys(map(self._retold(name), self.units.removed), count)
         return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from shardc.frontend.precision import Precision
 from shardc.frontend.trace import trace
+from shardc.ir.gc_pause import gc_paused
+from shardc.ir.lengthened import _Lengthening  # pyright: ignore[reportPrivateUsage]
 from tests.frontend.equal_stacks import LAYERS, WIDTH, Block, Stack, X, both, mlp
 
 
@@ -159,3 +162,11 @@ def test_few_layers_have_nodes() -> None:
 
 def test_too_few_layers_are_all_recorded() -> None:
     assert trace(Stack(layers=13), X).whole is None
+
+
+def test_no_garbage_of_lengthening_is_left() -> None:
+    """Its functions hold it, and it them and two graphs: it lets go of them itself."""
+    with gc_paused():
+        traced = trace(Stack(), X)
+        assert traced.whole is not None
+        assert not any(type(held) is _Lengthening for held in gc.get_objects())

@@ -1,12 +1,13 @@
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import shardc
 from examples.mlp import mlp
-from shardc.ir.gc_pause import all_objects_seen, count_as_old, gc_paused
+from shardc.ir.gc_pause import all_objects_seen, count_as_old, gc_paused, made_old
 from shardc.torch_compat import Recorded
 
 
@@ -120,3 +121,24 @@ def test_what_counts_as_old_is_no_young_garbage(aside: bool) -> None:
         gc.unfreeze()
         if were_aside:
             gc.freeze()
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_what_is_made_to_stay_is_not_looked_at(paused: bool) -> None:
+    """Garbage from before goes, and what is made in the context is old: neither is left to the next collection."""
+    was_on, were_aside = gc.isenabled(), gc.get_freeze_count() > 0
+    try:
+        gc.unfreeze()
+        gc.collect()
+        gc.enable()
+        with gc_paused() if paused else nullcontext():
+            before = in_garbage()
+            with made_old():
+                assert (before() is None) is paused
+                kept: list[object] = [[]]
+            assert any(young is kept for young in [*gc.get_objects(0), *gc.get_objects(1)]) is not paused
+    finally:
+        if were_aside:
+            gc.freeze()
+        if not was_on:
+            gc.disable()
