@@ -886,16 +886,24 @@ DESCRIBING: frozenset[Any] = _GEOMETRY.union(
 )
 
 
+_autocasts: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
 def surroundings() -> tuple[object, ...] | None:
     """What a call of torch depends on beside its arguments. None where autograd's saved tensors are packed, as within
     `torch.utils.checkpoint`."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return None
-    return (
+    always = (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
+    )
+    if not _autocasts():  # each of the questions below takes as long as all of those above
+        return always
+    return (
+        *always,
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda"),
@@ -965,18 +973,18 @@ class Imitations:
         self._made: list[weakref.ref[Tensor]] = []
 
     def make(self, of: Geometry) -> Tensor:
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            known = self._known.get(of)
-            if known is None:
+        known = self._known.get(of)
+        if known is None:
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 last = sum((size - 1) * step for size, step in zip(of.shape, of.stride, strict=True))
                 memory = torch.empty(of.offset + max(last + 1, 0), dtype=of.dtype, device="meta")
                 elem = memory.as_strided(of.shape, of.stride, of.offset)
                 twin = FakeTensor(self._mode, elem, of.device)
-                known = self._known[of] = elem, {**twin.__dict__, "imitation": True}
-            elem, attributes = known
-            make: Any = Tensor._make_subclass  # type: ignore[attr-defined]
-            t: Any = make(FakeTensor, elem, of.requires_grad, dispatch_device=True, device_for_backend_keys=of.device)
-            t.__dict__.update(attributes)
+            known = self._known[of] = elem, {**twin.__dict__, "imitation": True}
+        elem, attributes = known
+        make: Any = Tensor._make_subclass  # type: ignore[attr-defined]
+        t: Any = make(FakeTensor, elem, of.requires_grad, dispatch_device=True, device_for_backend_keys=of.device)
+        t.__dict__.update(attributes)
         self._made.append(weakref.ref(t))
         return t
 

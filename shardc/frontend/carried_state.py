@@ -76,13 +76,15 @@ def carried(
 
 
 def kept_in_caches(
-    model: nn.Module, first: fx.GraphModule, remembered: Iterable[tuple[str, list[fx.Node]]], constant: Sequence[bool]
+    model: nn.Module, first: fx.GraphModule, remembered: Sequence[tuple[str, list[fx.Node]]], constant: Sequence[bool]
 ) -> list[Diagnostic]:
     """A warning (SC109) for functions that remember what changes from step to step.
 
     `remembered`: what they would give again, by their names. `constant`: of the graph's inputs, from first to last,
     whether they are the same in each step.
     """
+    if not remembered:
+        return []
     placeholders = [node for node in first.graph.nodes if node.op == "placeholder"]
     same = {node for node, is_same in zip(placeholders, constant, strict=False) if is_same}  # the rest are the batch's
     changing = [node for node in placeholders if node not in same]

@@ -163,8 +163,7 @@ class RandomOps:
         """Count some that are not recorded."""
         after = self.number + draws
         self.count = max(self.count, after)
-        if draws:
-            torch.default_generator.manual_seed(_FIRST_NUMBER + after)
+        torch.default_generator.manual_seed(_FIRST_NUMBER + after)
 
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """Float32 uniforms in [0, 1), one node; its op number is the next."""

@@ -11,7 +11,7 @@
     attributes of functions                    table.made = h
     threads' own variables, namespaces         LOCAL.mask = h
 
-An iterator cannot be put back; that it changed is known all the same.
+An iterator cannot be put back; that it changed is known all the same. Longer than 400 lines: it is one table of kinds.
 """
 
 from __future__ import annotations

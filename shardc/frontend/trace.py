@@ -232,9 +232,8 @@ class _Step:
 
     def constant(self) -> list[bool]:
         """Of parameters and then of buffers, whether steps leave them as they are."""
-        return [name not in self.trainable for name in self.params] + [
-            name not in self.written_buffers for name in self.buffers
-        ]
+        changing = {*self.trainable, *self.written_buffers}
+        return [name not in changing for name in (*self.params, *self.buffers)]
 
     def decompositions(self) -> torch_compat.Decompositions:
         return torch_compat.decompositions(SMALL_DECOMPOSITIONS) | self.random.decompositions()

@@ -12,7 +12,8 @@ geometry (it reads values, writes, calls an `autograd.Function`), or one that no
 a module that returns otherwise, other random numbers, and an imitation that something keeps when forward is over. Then
 all layers have to be recorded.
 
-`ir.equal_layers` says which units of layers are left out, and `ir.lengthened` puts them back.
+`ir.equal_layers` says which units of layers are left out, and `ir.lengthened` puts them back. Longer than 400 lines: it
+is one state that each event of forward changes.
 """
 
 from __future__ import annotations
@@ -370,7 +371,8 @@ class UnrecordedLayers:
             self._fail(f"a layer calls {getattr(function, '__name__', function)} otherwise than those before")
         if self._random.number - run.drawn[run.at] != template.draws[0]:
             self._fail("a layer draws other random numbers than those before")
-        self._random.skip(template.draws[1])
+        if template.draws[1]:
+            self._random.skip(template.draws[1])
         made = [self._imitations.make(geometry) for geometry in new_in(template.form[1])]
         for place, t in enumerate(made):
             self._forms.assign(t, run.path, run.at, run.next, place)

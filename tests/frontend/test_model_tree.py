@@ -32,7 +32,7 @@ class Shared(nn.Module):
 class Renamed(nn.Linear):
     """A class with a walk of its own."""
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         return ((f"{name}.renamed", module) for name, module in super().named_modules(*args, **kwargs))
 
 
@@ -43,7 +43,7 @@ class Telling(nn.Module):
         super().__init__()
         self.inner = nn.Linear(2, 2)
 
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
         yield "told", self.inner.weight
 
 
