@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -63,8 +62,3 @@ def refuse_several(all_units: Iterable[Units], names: Iterable[str]) -> None:
         touched = {units.within(name)[0] for name in named}
         if len(touched) > 2 and touched & {units.first, units.last}:
             raise UnequalError(f"{units.path}: one decision is about {len(touched)} units")
-
-
-def layers_meant(all_units: Iterable[Units], name: str) -> int:
-    """How many layers a module or tensor stands for: `first` for those that are removed, too."""
-    return math.prod(1 + len(units.removed) for units in all_units if units.within(name)[0] == units.first)

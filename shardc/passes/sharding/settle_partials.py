@@ -15,8 +15,8 @@ resolve early.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import networkx as nx
@@ -24,13 +24,14 @@ import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
+from shardc.ir.equal_layers import LayerView
 from shardc.ir.graph import Graph, info, operands, producer, results, type_of, update
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.microbatch import in_microbatch
 from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.attention_keys import SDPA_KEYS
 from shardc.ir.types import Axes, TensorType
-from shardc.ir.units import layers_meant
+from shardc.ir.units import UnequalError
 from shardc.passes.base import Pass, split_of
 from shardc.passes.normalize.decompositions.table import HALF
 from shardc.passes.sharding.atomize import UPDATES
@@ -103,6 +104,34 @@ def linear_in(sources: list[fx.Node], pending: list[bool], projection: Projectio
     return tuple(sorted(able, key=lambda i: (info(sources[i]).phase != "bwd", i))[:1])
 
 
+@dataclass(frozen=True)
+class Joined:
+    """Values of a graph with few layers that stand for all: those of the layers between which others are left out are
+    one, and as dear as all of them. Else it could seem cheaper to leave a sum to a layer that counts once."""
+
+    alike: Mapping[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    counts: Mapping[fx.Node, int] = field(default_factory=dict[fx.Node, int])
+
+    @classmethod
+    def of_layers(cls, graph: Graph) -> Joined:
+        alike, counts = dict[fx.Node, fx.Node](), dict[fx.Node, int]()
+        for units in graph.units:
+            members = LayerView(graph, units.path, units.period).members
+            here, there = (members.get(unit, {}) for unit in (units.first, units.last))
+            alike |= {there[key]: value for key, value in here.items() if key in there}
+            counts |= dict.fromkeys(here.values(), 2 + len(units.removed))
+        return cls(alike, counts)
+
+    def of(self, value: fx.Node) -> fx.Node:
+        return self.alike.get(value, value)
+
+    def count(self, value: fx.Node) -> int:
+        return self.counts.get(value, 1)
+
+    def vertex(self, vertex: object) -> object:
+        return (self.of(vertex[0]), vertex[1]) if isinstance(vertex, tuple) else vertex
+
+
 def _cut(
     graph: Graph, ops: list[_Op], axis: str, repeated: set[fx.Node], late: set[fx.Node], hardware: Hardware
 ) -> list[_Op]:
@@ -115,6 +144,7 @@ def _cut(
     pending: set[fx.Node] = set()
     readable: set[fx.Node] = set()  # those that a reader may take as they are: what is annotated is resolved at birth
     eligible: dict[_Op, tuple[int, ...]] = {}
+    joined = Joined.of_layers(graph)
     users: dict[fx.Node, list[tuple[_Op, int]]] = {}
     by_result: dict[fx.Node, _Op] = {}
     for op in ops:  # topological: an op's operands are classified before it
@@ -145,35 +175,38 @@ def _cut(
         if all(i not in eligible.get(op, ()) for v in values for op, i in users.get(v, [])):
             continue
 
-        def near(weight: Callable[[fx.Node], int], values: list[fx.Node] = values) -> set[object]:
-            """What is resolved late, where each value is as dear as so many of it."""
+        def near(joined: Joined, values: list[fx.Node] = values) -> set[object]:
+            """What is resolved late, where values stand for others."""
             network = _Network()
-            for v in values:
-                uses = users.get(v, [])
+            for value in values:
+                v = joined.of(value)
+                uses = users.get(value, [])
                 resolved = [(op, i) for op, i in uses if i not in eligible.get(op, ())]
                 waiting = [op for op, i in uses if i in eligible.get(op, ())]
                 sharded = [op.wants(i, axis) for op, i in resolved]
                 sharded += [True for op in waiting if axis in op.delayed]
-                sharded += [twin_sharded[v]] if v in twin_sharded else []
+                sharded += [twin_sharded[value]] if value in twin_sharded else []
                 once = bool(sharded) and all(sharded)
-                times = weight(v) * (graph.microbatches if v in repeated else 1)
+                times = joined.count(v) * (graph.microbatches if value in repeated else 1)
                 cost = times * (type_of(v).local_bytes(graph.mesh) * (1 if once else 2) + start)
-                network.add((v, "p"), (v, "r"), FORBIDDEN if v in late else cost)
-                if v in generated:
+                network.add((v, "p"), (v, "r"), FORBIDDEN if value in late else cost)
+                if value in generated:
                     network.add(SOURCE, (v, "p"))
                 else:
-                    network.add((v, "p"), SINK, weight(v))  # ties resolve early
-                if v in outputs or resolved or v in graph.seeds:
+                    network.add((v, "p"), SINK, joined.count(v))  # ties resolve early
+                if value in outputs or resolved or value in graph.seeds:
                     network.add((v, "r"), SINK)
                 for op in waiting:
-                    outs = [w for w in op.outs if w is not None]
+                    outs = [joined.of(w) for w in op.outs if w is not None]
                     for w, other in zip(outs, [*outs[1:], *outs[:1]], strict=True):
                         network.add((v, "r"), (w, "p"))
                         network.add((w, "p"), (v, "p"))
                         network.add((w, "p"), (other, "p"))  # a call's results are all pending, or none
             return network.near()
 
-        late_ones = near(lambda v: layers_meant(graph.units, info(v).fqn or info(v).name))
+        late_ones = near(Joined())
+        if graph.units and near(joined) != {joined.vertex(vertex) for vertex in late_ones}:
+            raise UnequalError(f"{info(values[0]).name} would be summed elsewhere if there were all layers")
         if not late_ones:
             continue
         for op in {op for v in values for op, i in users.get(v, []) if i in eligible.get(op, ())}:
