@@ -51,7 +51,7 @@ def made_by_layers(
 ) -> Bodies | None:
     """What `distribute`, and then `finish`, make of a step, by doing it to few of its equal layers; None where all of
     them have to be looked at. Those that are `traced` as equal are so in the reference."""
-    if options.watch is not None or options.recompute.mode == "budget":
+    if options.watch is not None:
         return None
     try:
         return made_by_few_layers(reference, bound, options, distribute, finish, traced)
@@ -73,7 +73,7 @@ def made_by_few_layers(
     of them. A body that is finished is not made before that, unless `both` are wanted."""
     units = equal_layers(reference, traced)
     units = None if units is None else units.narrowed(*MADE_BESIDE)
-    if units is None or len(units.removed) < LEAST:
+    if units is None or len(units.removed) < LEAST or options.recompute.mode == "budget":  # which all layers share
         return None
     short, kept, few = _shortened(reference, units, bound, options)
     try:  # another list may have more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.compiler import driver, layer_copies
-from shardc.compiler.layer_copies import by_few_layers, finished_by_few_layers
+from shardc.compiler.layer_copies import by_few_layers, made_by_few_layers
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.schema import given as arguments
 from shardc.ir.units import UnequalError
@@ -22,7 +23,6 @@ from shardc.ir.units import UnequalError
 LAYERS = 14
 MANY = 24  # so many that few of them go through all passes
 SMALL: dict[str, Any] = {"bucket": "1KiB"}  # or all gradients of such small layers would travel as one
-BY_FEW: dict[str, Callable[..., Any]] = {"sharded": by_few_layers, "finished": finished_by_few_layers}
 WIDTH = 16
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 ROWS = {"inputs": {"*": "dp, -"}}
@@ -66,66 +66,65 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def both(model: nn.Module, plan: Any, *, trained: bool = False, batch: Any = X) -> tuple[set[str], shardc.Program]:
-    """In which ways few layers were looked at, "sharded" or "finished", and the program; asserts that it is what it is
-    when all layers are looked at."""
-    taken = set[str]()
+def both(model: nn.Module, plan: Any, *, trained: bool = False, batch: Any = X) -> tuple[str, shardc.Program]:
+    """How far few layers stood for all ("" where all were looked at, "sharded", "body" or "finished"), and the program;
+    asserts that it is what it is when all layers are looked at."""
+    taken = [""]
 
-    def noted(way: str) -> Any:
-        def by_few(*args: Any) -> Any:
-            try:
-                made = BY_FEW[way](*args)
-            except (UnequalError, ShardcError):  # and nothing else: `sharded_by_layers` would hide a fault
-                made = None
-            if made is not None and not args[0].units:
-                taken.add(way)
-            return made
-
-        return by_few
+    def by_few(few: Callable[..., Any], to: Callable[[Any], str], *args: Any) -> Any:
+        try:
+            made = few(*args)
+        except (UnequalError, ShardcError):  # and nothing else: `made_by_layers` would hide a fault
+            return None
+        if made is not None and not args[0].units:
+            taken.append(to(made))
+        return made
 
     def compiled(*ways: str) -> shardc.Program:
+        made = partial(by_few, made_by_few_layers, lambda made: "finished" if made.finished else "body")
+        sharded = partial(by_few, by_few_layers, lambda _: "sharded")
         with (
-            patch.object(driver, "finished_by_layers", noted("finished") if "finished" in ways else none),
-            patch.object(driver, "sharded_by_layers", noted("sharded") if "sharded" in ways else none),
+            patch.object(driver, "made_by_layers", made if "made" in ways else lambda *_: None),
+            patch.object(driver, "sharded_by_layers", sharded if "sharded" in ways else lambda *_: None),
         ):
             optimizer = adam(model) if trained else None
             return shardc.compile(model, batch, mesh="dp=2, tp=2", plan=plan, optimizer=optimizer)
 
-    whole, ours = compiled(), compiled("finished", "sharded")
+    whole, ours = compiled(), compiled("made", "sharded")
     assert ours.to_plain() == whole.to_plain()
-    if "finished" in taken:
+    way = taken[-1]
+    if way in ("body", "finished"):
         assert compiled("sharded").to_plain() == whole.to_plain()
-    return taken, ours
+    return way, ours
 
 
-def none(*_: Any) -> None:
-    """All layers have to be looked at."""
-
-
-PLANS: dict[str, tuple[dict[str, Any], bool, bool]] = {  # the plan, whether it trains, whether few are finished
-    "tp": (COLUMNS, False, True),
-    "zero-3": (ROWS | {"storage": {"zero": 3, "axes": ["dp"]}, "precision": "bf16", "bucket": "4KiB"}, True, True),
-    "accumulate": (COLUMNS | {"storage": {"zero": 1, "axes": ["dp"]}, "accumulate": 2}, True, True),
-    "budget": (COLUMNS | {"recompute": {"budget": "4KiB"}}, False, False),
-    "pipeline": (ROWS | {"pipeline": {"axis": "tp", "microbatches": 2}}, False, False),
-    "halves": (COLUMNS | {"overlap": {"split": 2}}, False, True),
-    "fuse": (COLUMNS | {"fuse": True}, True, True),
-    "exclude": (COLUMNS | {"fuse": {"exclude": ["layers.3.norm"]}}, False, False),
-    "recompute": (COLUMNS | {"recompute": "full"}, False, True),
-    "clip": (COLUMNS | {"clip_grad_norm": 1.0}, True, False),
-    "offload": (COLUMNS | {"offload": {"activations": "all"}}, False, True),
+# The plan, whether it trains, and how far few of many layers stand for all.
+PLANS: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "tp": (COLUMNS, False, "finished"),
+    "zero-3": (
+        ROWS | {"storage": {"zero": 3, "axes": ["dp"]}, "precision": "bf16", "bucket": "4KiB"},
+        True,
+        "finished",
+    ),
+    "accumulate": (COLUMNS | {"storage": {"zero": 1, "axes": ["dp"]}, "accumulate": 2}, True, "finished"),
+    "budget": (COLUMNS | {"recompute": {"budget": "4KiB"}}, False, "sharded"),
+    "pipeline": (ROWS | {"pipeline": {"axis": "tp", "microbatches": 2}}, False, "body"),
+    "halves": (COLUMNS | {"overlap": {"split": 2}}, False, "finished"),
+    "fuse": (COLUMNS | {"fuse": True}, True, "finished"),
+    "exclude": (COLUMNS | {"fuse": {"exclude": ["layers.3.norm"]}}, False, "body"),
+    "recompute": (COLUMNS | {"recompute": "full"}, False, "finished"),
+    "offload": (COLUMNS | {"offload": {"activations": "all"}}, False, "finished"),
+    "long buckets": (COLUMNS | {"bucket": "25MiB"}, False, "body"),
+    "clip": (COLUMNS | {"clip_grad_norm": 1.0}, True, ""),  # one norm of all gradients
 }
 
 
 @pytest.mark.parametrize("layers", [LAYERS, MANY])
 @pytest.mark.parametrize("name", PLANS)
 def test_few_layers_are_looked_at(name: str, layers: int) -> None:
-    plan, trained, is_finished = PLANS[name]
+    plan, trained, way = PLANS[name]
     taken, program = both(Stack(in_turn, layers=layers), SMALL | plan, trained=trained)
-    if name == "clip":  # one norm of all gradients
-        assert not taken
-    else:
-        assert taken == ({"finished", "sharded"} if is_finished and layers == MANY else {"sharded"})
+    assert taken == (way if layers == MANY else way and "sharded")
     assert program.verify().ok
 
 
@@ -392,7 +391,7 @@ def test_a_fault_of_few_layers_is_no_fault() -> None:
 def models(draw: st.DrawFn) -> tuple[Stack, dict[str, Any], bool]:
     kinds = draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
     run = draw(st.sampled_from([in_turn, in_turn, in_turn, *ODD]))
-    model = Stack(run, draw(st.integers(12, 20)) * len(kinds), draw(st.sampled_from([0.0, 0.0, 0.5])))
+    model = Stack(run, draw(st.integers(12, 26)) * len(kinds), draw(st.sampled_from([0.0, 0.0, 0.5])))
     for index, layer in enumerate(model.layers):
         if kinds[index % len(kinds)] == 1:
             layer.norm = nn.Identity()
@@ -406,7 +405,7 @@ def models(draw: st.DrawFn) -> tuple[Stack, dict[str, Any], bool]:
             model.layers[index].norm = nn.Identity()
         else:
             model.layers[index].up = model.layers[index - 1].up
-    plan: dict[str, Any] = dict(draw(st.sampled_from([UP, ROWS])))
+    plan: dict[str, Any] = dict(draw(st.sampled_from([UP, ROWS]))) | draw(st.sampled_from([{}, SMALL, SMALL]))
     plan |= draw(
         st.sampled_from([{}, {"storage": {"zero": 3, "axes": ["dp"]}}, {"accumulate": 2}, {"recompute": "full"}])
     )
