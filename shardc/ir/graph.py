@@ -82,6 +82,9 @@ class Port:
     trainable: bool = True
     parameter: str = ""  # of the optimizer's state: the parameter that it belongs to
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # a string keeps its hash: each step returns tensors by port
+
 
 @dataclass(frozen=True, slots=True)
 class Seed:

@@ -52,14 +52,14 @@ def frames(layers: int) -> Counter[str]:
 
 
 def test_a_layer_enters_no_python_but_that_of_its_kernels() -> None:
-    """Of a layer's 40 calls or so those of four products, attention and two norms. A norm's kernel is Python that calls
-    its op; no other op is called by Python's dispatcher."""
+    """Of a layer's 40 calls or so those of four products and attention. No op is called by Python's dispatcher, and no
+    norm by way of Python that looks at dtypes, which are the same in every step."""
     entered = frames(3)
     entered.subtract(frames(2))
     a_layer = +entered
     assert (a_layer["_linear_bias"], a_layer["_dgrad"], a_layer["_wgrad"]) == (4, 4, 4)
     assert (a_layer["whole"], a_layer["whole_backward"]) == (1, 1)
-    assert a_layer["OpOverload.__call__"] == a_layer["_statistics_exact.<locals>.run"] == 4
+    assert not {"OpOverload.__call__", "_statistics_exact.<locals>.run", "_contiguous_first.<locals>.run"} & {*a_layer}
     assert not [name for name in a_layer if "CallArguments" in name or "Routine" in name or "BodyCode" in name]
 
 

@@ -198,10 +198,10 @@ class Routine:
             pieces = {p or 0: self._pieces[v] for v, p, _ in instruction.yields if v in self._pieces}
             if instruction.node.target in INTO:
                 result_places: dict[int, Place] = {
-                    p or 0: _held_place(self._slots[write.over]) for write, p, _ in over if write.op is not None
+                    p or 0: Slot(self._slots[write.over]) for write, p, _ in over if write.op is not None
                 }
                 result_places |= {
-                    p or 0: _held_place(self._dead[v]) for v, p, _ in instruction.yields if v in self._dead
+                    p or 0: Slot(self._dead[v]) for v, p, _ in instruction.yields if v in self._dead
                 }
                 result_places |= {p: self._member_place(piece) for p, piece in pieces.items()}
                 result_places |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
@@ -364,10 +364,6 @@ class _SlotNumbers:
 
     def __getitem__(self, slot: int, /) -> int:
         return slot
-
-
-def _held_place(slot: int) -> Callable[[list[Any]], torch.Tensor]:
-    return lambda env: env[slot]
 
 
 def _called(instruction: CallInstruction, env: list[Any]) -> Any:
