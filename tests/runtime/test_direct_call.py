@@ -28,8 +28,8 @@ def operands(op: Any, dtype: torch.dtype) -> list[tuple[tuple[Any, ...], dict[st
     number = torch.tensor(0.5, dtype=torch.float64)
     name = op.__name__.partition(".")[0]
     cases: dict[str, list[tuple[Any, ...]]] = {
-        **dict.fromkeys(("maximum", "minimum"), [(x, y), (x.t(), y.t())]),
-        **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), [(x, 7), (x.t(), 7), (x, 6.5), (x > 7, 1)]),
+        **{key: [(x, y), (x.t(), y.t())] for key in ("maximum", "minimum")},
+        **{key: [(x, 7), (x.t(), 7), (x, 6.5), (x > 7, 1)] for key in ("eq", "ne", "lt", "le", "gt", "ge")},
         "pow": [(x, 2), (x.t(), 3), (x, 0.5), (x, 2.5), (x, -1), (x, 0)],
         "sum": [(x, [0]), (x, [0, 1]), (x, [-1], True), (x, []), (x, None, True), (x.t(), [1]), (x > 7, [0])],
         "amax": [(x,), (x, [1]), (x, [0, 1], True), (x.t(), [-1], True)],
@@ -53,10 +53,10 @@ def operands(op: Any, dtype: torch.dtype) -> list[tuple[tuple[Any, ...], dict[st
     if op in TWO:
         cases[name] = [(x, y), (x.t(), y.t()), (x, whole), (whole, x), (x, number), (x, 2), (x, 0.5), (number, x)]
     named: list[tuple[tuple[Any, ...], dict[str, Any]]] = {
-        **dict.fromkeys(("add", "sub"), [((x, y), {"alpha": 2})]),
+        **{key: [((x, y), {"alpha": 2})] for key in ("add", "sub")},
         "sum": [((x, [0]), {"dtype": torch.float64})],
         "gelu": [((x,), {"approximate": "tanh"})],
-        **dict.fromkeys(("full", "arange"), [((*cases.get(name, [()])[0],), {"dtype": dtype, "device": CPU})]),
+        **{key: [(cases.get(name, [()])[0], {"dtype": dtype, "device": CPU})] for key in ("full", "arange")},
     }.get(name, [])
     return [*((args, {}) for args in cases.get(name, [(x,), (x.t(),)])), *named]
 

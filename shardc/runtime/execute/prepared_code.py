@@ -200,9 +200,7 @@ class Routine:
                 result_places: dict[int, Place] = {
                     p or 0: Slot(self._slots[write.over]) for write, p, _ in over if write.op is not None
                 }
-                result_places |= {
-                    p or 0: Slot(self._dead[v]) for v, p, _ in instruction.yields if v in self._dead
-                }
+                result_places |= {p or 0: Slot(self._dead[v]) for v, p, _ in instruction.yields if v in self._dead}
                 result_places |= {p: self._member_place(piece) for p, piece in pieces.items()}
                 result_places |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
                 code[-1] = self._write_in_place(code[-1], instruction, result_places)
