@@ -44,9 +44,9 @@ def attended_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__:
     return (*gradients, q.new_zeros(0))
 
 
-def model_size(plan: Mapping[str, Any]) -> tuple[int, int]:
-    """The width of a case's model, and the tokens of a sequence."""
-    return (8, 4) if "precision" in plan else (32, 16)
+def sizes(plan: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The width of a case's model, the sequences of its batch, and the tokens of each."""
+    return (16, 4, 2) if "precision" in plan else (32, 8, 16)
 
 
 def step_of(mesh: str, plan: Mapping[str, Any], layers: int) -> Callable[[], Any]:
@@ -54,9 +54,9 @@ def step_of(mesh: str, plan: Mapping[str, Any], layers: int) -> Callable[[], Any
     import shardc
 
     torch.manual_seed(0)
-    width, tokens = model_size(plan)
+    width, sequences, tokens = sizes(plan)
     model = of("benchmarks.gpt", "GPT")(64, width, 2, layers, tokens)
-    batch = {name: torch.randint(64, (8, tokens)) for name in ("input_ids", "labels")}
+    batch = {name: torch.randint(64, (sequences, tokens)) for name in ("input_ids", "labels")}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     program: Any = shardc.compile(model, batch, mesh=mesh, plan=dict(plan), optimizer=optimizer)
     body = program.body

@@ -76,6 +76,30 @@ def test_what_a_microbatch_adds_to_a_layer() -> None:
     assert {name: calls for name, calls in more.items() if calls} == {**products, "whole": 1, "whole_backward": 1}
 
 
+class Turned(nn.Module):
+    """Norms of what lies in another order than its dims say, as do the gradients that they get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.rows, self.groups = nn.Parameter(torch.ones(6, 5)), nn.LayerNorm(6), nn.GroupNorm(2, 6)
+
+    def forward(self, x: Tensor, g: Tensor) -> Tensor:
+        y = self.rows((x * self.scale).transpose(1, 2)).transpose(1, 2)
+        return (self.groups(y).transpose(1, 2) * g).sum()
+
+
+def test_norms_read_operands_in_order() -> None:
+    torch.manual_seed(0)
+    model, batch = Turned(), (torch.randn(4, 6, 5), torch.randn(4, 5, 6))
+    model(*batch).backward()
+    executor, held, fed = ready(model, batch)
+    outputs = {port.name: x for port, x in executor.run(held, fed).items() if port.role == "grad"}
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        (found,) = (x for output, x in outputs.items() if output.endswith(name))
+        torch.testing.assert_close(found, p.grad)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
