@@ -4,9 +4,9 @@ The model is `benchmarks.gpt` of a given number of layers. Nothing is sent. Atte
 allocate their results, as before a launch on a GPU: a CPU would run their references.
 
 ATen's own time, the same on both sides of a comparison, is kept small. Models in bfloat16 are smaller than the others
-(`sizes`): most CPUs have no bfloat16 products, and oneDNN's emulation of one takes twenty times as long as the call
-that leads to it. Subnormal numbers count as zero: a place that a kernel would have written holds what was there before,
-and products of that took up to four times as long as others.
+(`sizes`): most CPUs have no bfloat16 products, and oneDNN's emulation of one takes many times as long as the call that
+leads to it. Subnormal numbers count as zero: a place that a kernel would have written holds what was there before, and
+products of that take several times as long as others.
 
     python -m benchmarks.python_step [--layers 8] [--steps 20] [--only WORD] [--profile] [--baseline CHECKOUT]
 
