@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -285,7 +286,9 @@ class Routine:
             (slots, line), _ = arguments(_SlotNumbers())
             operands: list[Operand] = [s if (x := self._fixed.get(s)) is None else x for s in slots]
             scratch = None if self._arena is None else self._arena.scratch
-            prepared = prepare(operands, line, over, self._device, scratch)
+            # A kernel asks for a held tensor's place in each run: without a frame of Python's.
+            places = {p: itemgetter(x.number) if isinstance(x, Slot) else x for p, x in over.items()}
+            prepared = prepare(operands, line, places, self._device, scratch)
             if prepared is not None:
                 return index, prepared, ENVIRONMENT, into, free
         if not over:
