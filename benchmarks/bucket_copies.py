@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_triton.base.buckets import unit_of
-from shardc.ir.ops.buckets import PACK, UNPACK, cut
+from kernels_triton.base.buckets import starts, unit_of
+from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed
 from shardc.torch_compat import copy_all
 
 WIDTH = 768
@@ -74,9 +74,11 @@ def ways(packs: bool, rows: int, dtype: torch.dtype, device: torch.device) -> di
         found: dict[str, Callable[[], Any]] = {"plain": lambda: PACK(xs, LEADS, MIDS, rows, unit)}
     else:
         found = {"plain": lambda: UNPACK(flat, LEADS, chunks, rows, unit, MIDS, sizes, ranks)}
-    columns = [math.prod(shape) // mid * chunk for shape, mid, chunk in zip(SHAPES, MIDS, chunks, strict=True)]
+    columns = columns_packed([math.prod(shape) for shape in SHAPES], MIDS, rows)
+    *offsets, width = starts(columns, unit)
+    places = [flat.view(rows, width)[:, start : start + n] for start, n in zip(offsets, columns, strict=True)]
     pieces: list[tuple[Tensor, Tensor]] = []
-    for x, place, mid in zip(xs, cut(flat, rows, columns, unit), MIDS, strict=True):
+    for x, place, mid in zip(xs, places, MIDS, strict=True):
         if mid % rows == 0:
             pieces += zip(x.view(rows, -1), place, strict=True)  # type: ignore[arg-type]
     own, there = [list(side) for side in zip(*pieces, strict=True)]

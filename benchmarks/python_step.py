@@ -3,11 +3,17 @@
 The model is `benchmarks.gpt` of a given number of layers. Nothing is sent. Attention and the kernels of `fuse` only
 allocate their results, as before a launch on a GPU: a CPU would run their references.
 
+ATen's own time, the same on both sides of a comparison, is kept small. Models in bfloat16 are smaller than the others
+(`sizes`): most CPUs have no bfloat16 products, and oneDNN's emulation of one takes many times as long as the call that
+leads to it. Subnormal numbers count as zero: a place that a kernel would have written holds what was there before, and
+products of that take several times as long as others.
+
     python -m benchmarks.python_step [--layers 8] [--steps 20] [--only WORD] [--profile] [--baseline CHECKOUT]
 
 With a baseline, a checkout of another commit, this script runs that one's shardc too, in a process of its own. Rounds
-of the two alternate, and `ratio` is of the least times. The checkout needs no benchmark of its own; pipelines are not
-compared with the first ones, whose steps are run by `python_step_before`.
+of the two alternate. `ratio` is of the least times; `rounds` are the least, the median and the largest of the rounds'
+own ratios, each of medians. The checkout needs no benchmark of its own; pipelines are not compared with the first ones,
+whose steps are run by `python_step_before`.
 """
 
 from __future__ import annotations
@@ -103,11 +109,17 @@ def without_attention() -> None:
             library.LIBRARY.impl(name, kernel, "CPU")
 
 
+def sizes(plan: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The width of a case's model, the sequences of its batch, and the tokens of each."""
+    return (16, 4, 2) if "precision" in plan else (32, 8, 16)
+
+
 def step_of(mesh: str, plan: Mapping[str, Any], layers: int) -> Callable[[], Any]:
     """A step of rank 0, over the process group `fake`, which it makes."""
     torch.manual_seed(0)
-    model = GPT(64, 32, 2, layers, 16)
-    batch = {name: torch.randint(64, (8, 16)) for name in ("input_ids", "labels")}
+    width, sequences, tokens = sizes(plan)
+    model = GPT(64, width, 2, layers, tokens)
+    batch = {name: torch.randint(64, (sequences, tokens)) for name in ("input_ids", "labels")}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     program = shardc.compile(model, batch, mesh=mesh, plan=dict(plan), optimizer=optimizer)
     staged = program.staged
@@ -193,13 +205,14 @@ def compared(options: argparse.Namespace) -> None:
             continue
         for side in sides:
             side.ask("case", mesh, plan, options.layers)
-        spent: tuple[list[float], list[float]] = [], []
-        for _ in range(ROUNDS):
-            for side, times in zip(sides, spent, strict=True):
-                times += side.ask("steps", max(1, options.steps // ROUNDS))
-        baseline, least = map(min, spent)
+        count = max(1, options.steps // ROUNDS)
+        rounds: list[list[list[float]]] = [[side.ask("steps", count) for side in sides] for _ in range(ROUNDS)]
+        baseline, least = (min(map(min, times)) for times in zip(*rounds, strict=True))
+        ratios = sorted(statistics.median(mine) / statistics.median(theirs) for theirs, mine in rounds)
         row = {"case": label, "layers": options.layers, "baseline": baseline, "least": least, "ratio": least / baseline}
-        print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+        row = {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
+        spread = [round(x, 2) for x in (ratios[0], statistics.median(ratios), ratios[-1])]
+        print(json.dumps({**row, "rounds": spread}), flush=True)
     for side in sides:
         side.close()
 
@@ -244,6 +257,7 @@ def main() -> None:
         compared(options)
         return
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
     without_attention()
     for op, into in INTO.items():
         INTO[op] = into if into.prepare is None else replace(into, prepare=without_launch)

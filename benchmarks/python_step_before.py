@@ -44,13 +44,19 @@ def attended_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__:
     return (*gradients, q.new_zeros(0))
 
 
+def sizes(plan: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The width of a case's model, the sequences of its batch, and the tokens of each."""
+    return (16, 4, 2) if "precision" in plan else (32, 8, 16)
+
+
 def step_of(mesh: str, plan: Mapping[str, Any], layers: int) -> Callable[[], Any]:
     """A step of rank 0, over the process group `fake`, which it makes."""
     import shardc
 
     torch.manual_seed(0)
-    model = of("benchmarks.gpt", "GPT")(64, 32, 2, layers, 16)
-    batch = {name: torch.randint(64, (8, 16)) for name in ("input_ids", "labels")}
+    width, sequences, tokens = sizes(plan)
+    model = of("benchmarks.gpt", "GPT")(64, width, 2, layers, tokens)
+    batch = {name: torch.randint(64, (sequences, tokens)) for name in ("input_ids", "labels")}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     program: Any = shardc.compile(model, batch, mesh=mesh, plan=dict(plan), optimizer=optimizer)
     body = program.body
@@ -82,6 +88,7 @@ def timed(run: Callable[[], Any]) -> float:
 def main() -> None:
     """Serve the requests of `python_step.Side`; a case comes with its mesh and plan."""
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
     library = of("shardc.ir.ops.library", "LIBRARY")
     import_module("shardc.ir.ops.attention")
     library.impl("sdpa", attended, "CPU")

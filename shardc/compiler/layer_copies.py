@@ -16,6 +16,7 @@ from shardc.compiler.pass_pipeline import Options, inspect
 from shardc.ir.equal_layers import LEAST, equal_layers, shortened
 from shardc.ir.graph import Graph
 from shardc.ir.lengthened import lengthened
+from shardc.ir.overlap_schedule import AHEAD
 from shardc.ir.units import UnequalError, Units
 from shardc.passes.base import Pass
 from shardc.passes.communication.combine import Combine
@@ -29,7 +30,9 @@ T = TypeVar("T")
 C = TypeVar("C", Choice, Divided)
 Distribute = Callable[[Graph, Sequence[Bound], Options], Graph]
 Finish = Callable[[Graph, Options], Graph]
-MADE_BESIDE = (3, 5)  # so many more layers at either end go through all passes: some look beyond their neighbours
+# So many more layers at either end go through all passes, as some look beyond the next layer; and so many where weights
+# are gathered, each at most `AHEAD` collectives early.
+NEAR, FAR = (3, 5), (AHEAD + 1, AHEAD + 1)
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,13 @@ def made_by_few_layers(
 ) -> Bodies | None:
     """The same. Raises UnequalError where layers turn out not to be equal, and ShardcError for what is wrong with few
     of them. A body that is finished is not made before that, unless `both` are wanted."""
-    units = equal_layers(reference, traced)
-    units = None if units is None else units.narrowed(*MADE_BESIDE)
-    if units is None or len(units.removed) < LEAST or options.recompute.mode == "budget":  # which all layers share
+    equal = equal_layers(reference, traced)
+    if equal is None or options.recompute.mode == "budget":  # which all layers share
+        return None
+    units = equal.narrowed(*(FAR if options.store.zero or options.store.bound else NEAR))
+    if len(units.removed) < LEAST:
+        units, finish = equal.narrowed(*NEAR), None
+    if len(units.removed) < LEAST:
         return None
     short, kept, few = _shortened(reference, units, bound, options)
     try:  # another list may have more

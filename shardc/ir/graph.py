@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Literal
@@ -77,11 +77,11 @@ Role = Literal["param", "buffer", "input", "seed", "share", "state", "hyper", "l
 class Port:
     """One input or output of a graph: its role and the user's name for it."""
 
-    role: Role
-    name: str
-    aliases: tuple[str, ...] = ()
-    trainable: bool = True
-    parameter: str = ""  # of the optimizer's state: the parameter that it belongs to
+    role: Role = field(hash=False)
+    name: str  # alone in the hash: it keeps its own, and every step returns tensors by port
+    aliases: tuple[str, ...] = field(default=(), hash=False)
+    trainable: bool = field(default=True, hash=False)
+    parameter: str = field(default="", hash=False)  # of the optimizer's state: the parameter that it belongs to
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kernels_triton.base.buckets import unit_of
 from kernels_triton.bucket import layout
 from kernels_triton.bucket.kernel import copy_members, kernel_source
 from kernels_triton.launch import launch
-from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, cut
+from shardc.ir.ops.buckets import PACK, UNPACK, fill, member_views
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.complex64]
 LONG = 3 * layout.TILE  # elements: several tiles of any dtype
@@ -127,9 +127,8 @@ def test_members_that_are_in_their_places_are_left_alone(interpreted: Interprete
     given = ([1] * 5, [shape[0] for shape in shapes], 1, 8)
     expected = PACK(xs, *given)
     flat = filled(tuple(expected.shape), dtype)
-    columns = columns_packed([x.numel() for x in xs], given[1], 1)
-    for at in (0, 2, 3):
-        cut(flat, 1, columns, 8)[at].copy_(xs[at].view(1, -1))
+    views, _, _ = member_views(tuple(x.numel() for x in xs), tuple(given[0]), tuple(given[1]), 1, 8)
+    fill(flat, [x if at in (0, 2, 3) else None for at, x in enumerate(xs)], views)
     found = interpreted("packing", *given, [0, 2, 3], flat, *xs)
     assert same(found, expected)
 

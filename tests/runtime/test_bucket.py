@@ -19,7 +19,7 @@ from shardc.ir.buckets import layout_of, pieces
 from shardc.ir.graph import Graph, info, op_name, operands, producer, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.accumulate import ACCUMULATE
-from shardc.ir.ops.buckets import PACK, UNPACK
+from shardc.ir.ops.buckets import PACK, UNPACK, unpack
 from shardc.ir.ops.collectives import Exchange, all_gather
 from shardc.ir.ops.context import running
 from shardc.ir.ops.linear import LINEAR_WGRAD
@@ -238,3 +238,45 @@ def test_a_step_is_fewer_calls(storage: dict[str, Any]) -> None:
     """Python's part of a step: what it calls, begins and waits for."""
     before, after = (len(routine(body_of(bucket, storage=storage, fuse=True)).code()) for bucket in (False, True))
     assert after < 0.8 * before
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 7), st.integers(1, 3), st.booleans()), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.sampled_from((1, 4)),
+)
+def test_what_is_packed_is_unpacked(members: list[tuple[int, int, int, bool]], rows: int, unit: int) -> None:
+    """Of any sizes, by the words of `ops.buckets`: in rows, with padding, and into memory that is given for a member.
+    Members of several rows have memory of their own, without gaps."""
+    xs = [torch.arange(1.0, lead * mid * tail + 1).view(lead, mid, tail) for lead, mid, tail, _ in members]
+    xs = [
+        x.transpose(0, 2).contiguous().transpose(0, 2) if turned else x
+        for x, (*_, turned) in zip(xs, members, strict=True)
+    ]
+    leads, mids = [lead for lead, *_ in members], [mid for _, mid, *_ in members]
+    chunks = [-(-mid // rows) for mid in mids]
+    flat = PACK(xs, leads, mids, rows, unit)
+    for row in range(rows):
+        start = 0
+        for x, chunk in zip(xs, chunks, strict=True):
+            part = x[:, row * chunk : (row + 1) * chunk].movedim(1, 0)
+            width = chunk * x.shape[0] * x.shape[2]
+            member = flat.view(rows, -1)[row, start : start + width]
+            whole = member.view(chunk, x.shape[0], x.shape[2])
+            assert whole[: part.shape[0]].equal(part)
+            assert not whole[part.shape[0] :].any()
+            start += -(-width // unit) * unit
+            assert not flat.view(rows, -1)[row, start - (-width % unit) : start].any()
+        assert start == flat.numel() // rows
+    shapes, ranks = [n for x in xs for n in x.shape], [3] * len(xs)
+    over = {index: torch.zeros_like(x) for index, x in enumerate(xs) if members[index][3]}
+    for given_places in ({}, over):
+        results = unpack(flat, leads, chunks if rows > 1 else mids, rows, unit, mids, shapes, ranks, given_places)
+        for index, (x, y) in enumerate(zip(xs, results, strict=True)):
+            assert y.equal(x)
+            assert y is given_places.get(index, y)
+            if rows > 1 and index not in given_places:
+                assert y.is_contiguous()
+                assert y.untyped_storage().nbytes() == x.numel() * 4
+                assert y.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()

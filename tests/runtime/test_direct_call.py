@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from kernels_triton.base.library import kernel_for
-from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
-from shardc.runtime.execute.direct_call import DIRECT, EMBEDDING_GRADIENT, direct_call, embedding_gradient
+from shardc.ir.ops.accumulate import add_wgrad
+from shardc.ir.ops.check_index import check_index
+from shardc.ir.ops.columns import PICK_COLUMN, SUBTRACT_AT
+from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, LINEAR_DGRAD, LINEAR_WGRAD
+from shardc.runtime.execute.direct_call import DIRECT, EMBEDDING_GRADIENT, TO_COPY, direct_call, embedding_gradient
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -25,7 +28,14 @@ def operands(op: Any, dtype: torch.dtype) -> list[tuple[tuple[Any, ...], dict[st
     number = torch.tensor(0.5, dtype=torch.float64)
     name = op.__name__.partition(".")[0]
     cases: dict[str, list[tuple[Any, ...]]] = {
-        "maximum": [(x, y), (x.t(), y.t())],
+        **{key: [(x, y), (x.t(), y.t())] for key in ("maximum", "minimum")},
+        **{key: [(x, 7), (x.t(), 7), (x, 6.5), (x > 7, 1)] for key in ("eq", "ne", "lt", "le", "gt", "ge")},
+        "pow": [(x, 2), (x.t(), 3), (x, 0.5), (x, 2.5), (x, -1), (x, 0)],
+        "sum": [(x, [0]), (x, [0, 1]), (x, [-1], True), (x, []), (x, None, True), (x.t(), [1]), (x > 7, [0])],
+        "amax": [(x,), (x, [1]), (x, [0, 1], True), (x.t(), [-1], True)],
+        "cat": [([x, y],), ([x, y], 1), ([x.t(), y.t()], -1), ([x],), ([x, whole], 1)],
+        "full": [([], 1.0), ([2, 3], 7), ([2], True)],
+        "arange": [(2, 7), (0, 3)] if op is aten.arange.start else [(7,), (2.5,)],
         "where": [(x > 7, x, y), (x[0] > 3, x, number), (x > 7, whole, y)],
         "lerp": [(x, y, 0.25), (x.t(), y.t(), 0.75)],
         "reshape": [(x, [2, 12]), (x.t(), [24]), (x, [-1])],
@@ -42,7 +52,12 @@ def operands(op: Any, dtype: torch.dtype) -> list[tuple[tuple[Any, ...], dict[st
     }
     if op in TWO:
         cases[name] = [(x, y), (x.t(), y.t()), (x, whole), (whole, x), (x, number), (x, 2), (x, 0.5), (number, x)]
-    named = [((x, y), {"alpha": 2})] if name in ("add", "sub") else []
+    named: list[tuple[tuple[Any, ...], dict[str, Any]]] = {
+        **{key: [((x, y), {"alpha": 2})] for key in ("add", "sub")},
+        "sum": [((x, [0]), {"dtype": torch.float64})],
+        "gelu": [((x,), {"approximate": "tanh"})],
+        **{key: [(cases.get(name, [()])[0], {"dtype": dtype, "device": CPU})] for key in ("full", "arange")},
+    }.get(name, [])
     return [*((args, {}) for args in cases.get(name, [(x,), (x.t(),)])), *named]
 
 
@@ -55,7 +70,7 @@ def test_a_function_gives_what_its_op_gives(op: Any) -> None:
     compared = 0
     for dtype in DTYPES:
         for args, kwargs in operands(op, dtype):
-            out = {}
+            out: dict[str, Tensor] = {}
             if op.__name__.endswith("out"):
                 out = {"out": torch.empty_like(args[0], dtype=torch.promote_types(dtype, torch.float32))}
             try:
@@ -73,6 +88,22 @@ def test_a_function_gives_what_its_op_gives(op: Any) -> None:
     assert compared
 
 
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+def test_a_cast_is_a_copy(to: torch.dtype) -> None:
+    """Also to the same dtype, of what is no contiguous tensor; other options than a cast's are left to the op."""
+    cast = direct_call(TO_COPY, CPU, ("dtype",))
+    assert cast is direct_call(TO_COPY, CPU, ("dtype", "device", "memory_format"))
+    assert direct_call(TO_COPY, CPU, ("dtype", "layout")) is direct_call(TO_COPY, CPU, ()) is not cast
+    x = torch.arange(24).view(4, 6)
+    for dtype in DTYPES:
+        for given in (x.to(dtype), x.to(dtype).t(), x.to(dtype)[:, :2], x.to(dtype)[:1].expand(3, 6)):
+            for options in ({}, {"memory_format": torch.contiguous_format}, {"device": CPU}):
+                expected, found = TO_COPY(given, dtype=to, **options), cast(given, dtype=to, **options)
+                assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+                assert found.equal(expected)
+                assert found.data_ptr() != given.data_ptr()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lead", [(), (5,), (2, 5), (2, 0), (2, 3, 5)], ids=str)
 def test_products_are_those_of_matmul(lead: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -83,6 +114,48 @@ def test_products_are_those_of_matmul(lead: tuple[int, ...], dtype: torch.dtype)
         turned = x.transpose(0, 1)
         assert torch.equal(direct_call(LINEAR, CPU)(turned, w), torch.matmul(turned, w.t()))
         assert direct_call(LINEAR, CPU)(turned, w).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lead", [(), (5,), (2, 5), (2, 0), (2, 3, 5)], ids=str)
+def test_a_product_with_a_bias_is_one_addmm(lead: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of operands that lie in any way: the sum is rounded once, as `write_linear_bias` rounds it."""
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(shape, dtype=dtype) for shape in ((*lead, 8), (6, 8), (6,)))
+    wide = torch.randn(*lead, 16, dtype=dtype)
+    for operand in (x, wide[..., :8], wide[..., ::2], *([x.transpose(0, 1)] if len(lead) > 1 else [])):
+        expected = torch.addmm(b, operand.reshape(-1, 8), w.t())
+        found = direct_call(LINEAR_BIAS, CPU)(operand, w, b)
+        assert found.shape == (*operand.shape[:-1], 6)
+        assert found.is_contiguous()
+        assert found.view(-1, 6).equal(expected)
+
+
+def test_a_sum_of_products_is_in_the_sums_dtype() -> None:
+    g, x = torch.randn(2, 3, 4, dtype=torch.bfloat16), torch.randn(2, 3, 5, dtype=torch.bfloat16)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = torch.ones(4, 5, dtype=dtype).addmm_(g.view(6, 4).t().to(dtype), x.view(6, 5).to(dtype))
+        assert add_wgrad(torch.ones(4, 5, dtype=dtype), g, x).equal(expected)
+
+
+def test_columns_that_a_row_does_not_have() -> None:
+    values, column = torch.arange(12.0).view(4, 3), torch.tensor([[2], [-1], [3], [0]])
+    assert PICK_COLUMN(values, column).flatten().tolist() == [2, 0, 0, 9]
+    less = SUBTRACT_AT(values, column, torch.ones(4, 1)) - values
+    assert less.nonzero().tolist() == [[0, 2], [3, 0]]
+
+
+def test_positions_are_checked_whatever_their_dtype() -> None:
+    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
+        good = torch.tensor([[0, 5], [99, 7]], dtype=dtype)
+        found = check_index(good, 100)
+        assert found.equal(good)
+        assert found.data_ptr() != good.data_ptr()
+        assert check_index(good[:0], 100).numel() == 0
+        assert check_index(good, 99, 99).equal(good)
+        for bad in (good, good - 1):  # 99, and -1 or 255
+            with pytest.raises(IndexError, match=r"an index is not in \[0, 99\)"):
+                check_index(bad, 99, -100)
 
 
 def test_no_call_of_our_own_ops_goes_through_the_dispatcher() -> None:

@@ -23,34 +23,37 @@ aten = torch.ops.aten
 def multiplies_wide(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Can a product of such operands have results of a wider dtype? On CUDA, of 16-bit operands, in float32. Elsewhere
     the operands are cast before the product."""
-    return device.type == "cuda" and narrow in (torch.bfloat16, torch.float16) and wide == torch.float32
+    return (
+        narrow != wide and device.type == "cuda" and narrow in (torch.bfloat16, torch.float16) and wide == torch.float32
+    )
 
 
 def _term(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    left, right = _matrices(g, x)
     if multiplies_wide(g.device, g.dtype, dtype):
-        return aten.mm.dtype(left, right, dtype)
-    return torch.mm(left.to(dtype), right.to(dtype))
+        return aten.mm.dtype(*_matrices(g, x), dtype)
+    return torch.mm(*_matrices(g, x, dtype))
 
 
 def write_wgrad(g: Tensor, x: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
     """The same product, written to `out`, which is of its dtype."""
-    left, right = _matrices(g, x)
     if multiplies_wide(g.device, g.dtype, dtype):
-        return aten.mm.dtype_out(left, right, dtype, out=out)
-    return torch.mm(left.to(dtype), right.to(dtype), out=out)
+        return aten.mm.dtype_out(*_matrices(g, x), dtype, out=out)
+    return torch.mm(*_matrices(g, x, dtype), out=out)
 
 
 def add_wgrad(total: Tensor, g: Tensor, x: Tensor) -> Tensor:
     """Add the product, in the dtype of the sum, to the sum."""
-    left, right = _matrices(g, x)
     if multiplies_wide(g.device, g.dtype, total.dtype):
-        return aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
-    return total.addmm_(left.to(total.dtype), right.to(total.dtype))
+        return aten.addmm.dtype_out(total, *_matrices(g, x), total.dtype, out=total)
+    return total.addmm_(*_matrices(g, x, total.dtype))
 
 
-def _matrices(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return g.reshape(-1, g.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+def _matrices(g: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The operands as matrices, cast if a dtype is given."""
+    left, right = torch.reshape(g, (-1, g.shape[-1])).t(), torch.reshape(x, (-1, x.shape[-1]))
+    if dtype is None or left.dtype == right.dtype == dtype:
+        return left, right
+    return left.to(dtype), right.to(dtype)
 
 
 def _fake(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

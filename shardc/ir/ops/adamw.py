@@ -32,6 +32,9 @@ def write_adamw(
     beta1: float, beta2: float, weight_decay: float, eps: float, *, over: Mapping[int, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The update with some results, by their positions, written `over` tensors: the operands', or any other."""
+    if over and _stays(over.get(0), w) and _stays(over.get(1), m) and _stays(over.get(2), v) and g.is_contiguous():
+        torch_compat.fused_adamw(w, g, m, v, step, lr, (beta1, beta2), weight_decay, eps)
+        return w, m, v
     updated: list[Tensor] = []
     for result, old in enumerate((w, m, v)):
         new = over.get(result) if over else None
@@ -48,6 +51,11 @@ def write_adamw(
             new.copy_(x)
     w, m, v = updated
     return w, m, v
+
+
+def _stays(new: Tensor | None, old: Tensor) -> bool:
+    """Can the kernel write a result where its operand lies?"""
+    return new is old and old.is_contiguous()
 
 
 def _adamw(

@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -34,55 +37,58 @@ def columns_packed(numels: Sequence[int], mids: Sequence[int], rows: int) -> lis
     return [numel // mid * -(-mid // rows) for numel, mid in zip(numels, mids, strict=True)]
 
 
-def buffer(like: Tensor, columns: Sequence[int], rows: int, unit: int) -> Tensor:
-    """A flat tensor for members of so many columns, zero where it is padded."""
-    width = starts(columns, unit)[-1]
-    return (like.new_empty if sum(columns) == width else like.new_zeros)((rows * width,))
+@dataclass(frozen=True)
+class MemberView:
+    """A member in the flat tensor: a view [lead, rows, chunk, tail] at an offset. `mid` is what the rows share out, of
+    which the last may lack some."""
+
+    sizes: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+    start: int
+    mid: int
+
+    @cached_property
+    def is_padded(self) -> bool:
+        return self.sizes[1] * self.sizes[2] != self.mid
 
 
-def cut(flat: Tensor, rows: int, columns: Sequence[int], unit: int) -> list[Tensor]:
-    """The columns of each member, without what they are padded with."""
-    widths = [-(-count // unit) * unit for count in columns]
-    pieces = flat.view(rows, -1).split_with_sizes(widths, 1)
-    return [
-        piece if width == count else piece.narrow(1, 0, count)
-        for piece, width, count in zip(pieces, widths, columns, strict=True)
-    ]
+@lru_cache(maxsize=4096)
+def member_views(
+    numels: tuple[int, ...], leads: tuple[int, ...], mids: tuple[int, ...], rows: int, unit: int
+) -> tuple[tuple[MemberView, ...], int, bool]:
+    """The views of all members, elements of a row, and whether members fill it."""
+    columns = columns_packed(numels, mids, rows)
+    *offsets, width = starts(columns, unit)
+    views: list[MemberView] = []
+    for count, start, lead, mid in zip(columns, offsets, leads, mids, strict=True):
+        chunk = -(-mid // rows)
+        tail = count // max(1, chunk * lead)
+        views.append(MemberView((lead, rows, chunk, tail), (tail, width, lead * tail, 1), start, mid))
+    return tuple(views), width, sum(columns) == width
 
 
-def fill(
-    flat: Tensor,
-    xs: Sequence[Tensor | None],
-    leads: Sequence[int],
-    mids: Sequence[int],
-    rows: int,
-    unit: int,
-    numels: Sequence[int],
-) -> Tensor:
+def fill(flat: Tensor, xs: Sequence[Tensor | None], views: Sequence[MemberView]) -> Tensor:
     """Copy members to their places in a flat tensor; those that are None are there already."""
     into: list[Tensor] = []
     sources: list[Tensor] = []
-    places = cut(flat, rows, columns_packed(numels, mids, rows), unit)
-    for x, place, lead, mid in zip(xs, places, leads, mids, strict=True):
+    offset = flat.storage_offset()
+    for x, view in zip(xs, views, strict=True):
         if x is None:
             continue
-        chunk = -(-mid // rows)
-        if chunk * rows != mid:
-            x = pad(x.reshape(lead, mid, -1), [0, 0, 0, chunk * rows - mid])
-        if lead == 1:
-            sources.append(x.reshape(rows, -1))
-            into.append(place)
-        else:
-            sources.append(x.reshape(lead, rows, chunk, -1).permute(1, 2, 0, 3))
-            into.append(place.unflatten(1, (chunk, lead, -1)))
+        if view.is_padded:
+            lead, rows, chunk, tail = view.sizes
+            x = pad(torch.reshape(x, (lead, view.mid, tail)), [0, 0, 0, rows * chunk - view.mid])
+        sources.append(torch.reshape(x, view.sizes))
+        into.append(flat.as_strided(view.sizes, view.strides, offset + view.start))
     copy_all(into, sources)
     return flat
 
 
 def _pack(xs: Sequence[Tensor], leads: list[int], mids: list[int], rows: int, unit: int) -> Tensor:
-    numels = [x.numel() for x in xs]
-    flat = buffer(xs[0], columns_packed(numels, mids, rows), rows, unit)
-    return fill(flat, xs, leads, mids, rows, unit, numels)
+    numels = tuple([x.numel() for x in xs])
+    views, width, is_full = member_views(numels, tuple(leads), tuple(mids), rows, unit)
+    allocate = xs[0].new_empty if is_full else xs[0].new_zeros  # padding is zero
+    return fill(allocate((rows * width,)), xs, views)
 
 
 def shapes_of(shapes: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
@@ -91,25 +97,25 @@ def shapes_of(shapes: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
     return [[next(left) for _ in range(count)] for count in ranks]
 
 
-def unpacked(
-    flat: Tensor, leads: list[int], mids: list[int], rows: int, unit: int, sizes: list[int], outputs: Sequence[Tensor]
-) -> None:
-    """Copy members out of several rows, each to its own tensor. `sizes` are those of the dims put together."""
-    columns = [y.numel() // size * mid for y, size, mid in zip(outputs, sizes, mids, strict=True)]
-    into: list[Tensor] = []
-    sources: list[Tensor] = []
-    for y, piece, lead, mid, size in zip(outputs, cut(flat, rows, columns, unit), leads, mids, sizes, strict=True):
-        if size != rows * mid:  # padding at the end
-            joined = piece.unflatten(1, (mid, lead, -1)).flatten(0, 1)[:size].movedim(0, 1)
-            into.append(y.view(lead, size, -1))
-            sources.append(joined)
-        elif lead == 1:
-            into.append(y.view(rows, -1))
-            sources.append(piece)
-        else:
-            into.append(y.view(lead, rows, mid, -1).permute(1, 2, 0, 3))
-            sources.append(piece.unflatten(1, (mid, lead, -1)))
-    copy_all(into, sources)
+@lru_cache(maxsize=4096)
+def _results(
+    leads: tuple[int, ...],
+    mids: tuple[int, ...],
+    rows: int,
+    unit: int,
+    sizes: tuple[int, ...],
+    shapes: tuple[int, ...],
+    ranks: tuple[int, ...],
+) -> list[tuple[list[int], MemberView]]:
+    """The shape of each member that is unpacked, and where it is in the flat tensor."""
+    result_shapes = shapes_of(shapes, ranks)
+    numels = tuple(math.prod(shape) for shape in result_shapes)
+    if rows > 1:  # `sizes` are those of the dims put together, whose last row may be padded
+        numels = tuple(n // size * mid * rows for n, size, mid in zip(numels, sizes, mids, strict=True))
+        mids = tuple(mid * rows for mid in mids)
+    views, _, _ = member_views(numels, leads, mids, rows, unit)
+    cut = sizes if rows > 1 else mids
+    return [(shape, replace(view, mid=mid)) for shape, view, mid in zip(result_shapes, views, cut, strict=True)]
 
 
 def unpack(
@@ -124,20 +130,23 @@ def unpack(
     over: Mapping[int, Tensor] = NOWHERE,
 ) -> list[Tensor]:
     """The members of a flat tensor; those of `over` in the memory given for them."""
-    result_shapes = shapes_of(shapes, ranks)
-    if rows > 1:
-        outputs = [
-            over[i] if i in over and over[i].is_contiguous() else flat.new_empty(shape)
-            for i, shape in enumerate(result_shapes)
-        ]
-        unpacked(flat, leads, mids, rows, unit, sizes, outputs)
-    else:
-        pieces = cut(flat, 1, [math.prod(shape) for shape in result_shapes], unit)
-        outputs = [
-            piece.view(shape) if lead == 1 else piece.view(mid, lead, -1).movedim(0, 1).reshape(shape)
-            for piece, shape, lead, mid in zip(pieces, result_shapes, leads, mids, strict=True)
-        ]
-    return [over[i].copy_(y) if i in over and over[i] is not y else y for i, y in enumerate(outputs)]
+    results = _results(tuple(leads), tuple(mids), rows, unit, tuple(sizes), tuple(shapes), tuple(ranks))
+    flat = flat.contiguous()
+    offset, outputs = flat.storage_offset(), list[Tensor]()
+    for index, (shape, view) in enumerate(results):
+        member = flat.as_strided(view.sizes, view.strides, offset + view.start)
+        if view.is_padded:
+            lead, _, _, tail = view.sizes
+            member = torch.reshape(member, (lead, -1, tail))[:, : view.mid]
+        if index in over:
+            outputs.append(over[index].copy_(torch.reshape(member, shape)))
+        elif rows == 1:
+            outputs.append(torch.reshape(member, shape))
+        elif member.is_contiguous():
+            outputs.append(member.clone().view(shape))
+        else:  # copied by `reshape`, unless strides can say such a shape
+            outputs.append(torch.reshape(member, shape).contiguous())
+    return outputs
 
 
 PACK = define("pack(Tensor[] xs, int[] leads, int[] mids, int rows, int unit) -> Tensor", _pack, _pack)

@@ -16,9 +16,8 @@ from kernels_triton.base.library import define
 
 def _at_columns(values: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Which rows have their column, a column of each row, and the values there."""
-    exists = (column >= 0) & (column < values.shape[1])
-    column = column.clamp(0, values.shape[1] - 1)
-    return exists, column, values.gather(1, column)
+    inside = column.clamp(0, values.shape[1] - 1)
+    return inside == column, inside, values.gather(1, inside)
 
 
 def _pick_column(values: Tensor, column: Tensor) -> Tensor:

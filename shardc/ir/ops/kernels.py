@@ -50,18 +50,28 @@ def _statistics_exact(op: Any) -> Callable[..., Any]:
     return run
 
 
+# Ops that read the memory of their operands as if it were contiguous.
+IN_ORDER = frozenset(
+    (
+        LAYER_NORM_BACKWARD,
+        aten.native_group_norm.default,
+        aten.native_group_norm_backward.default,
+        aten.mkldnn_rnn_layer.default,
+        aten.mkldnn_rnn_layer_backward.default,
+        aten.view_as_complex.default,
+    )
+)
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten.view.default: aten.reshape.default,
     LAYER_NORM: _statistics_exact(LAYER_NORM),
     LAYER_NORM_BACKWARD: _statistics_exact(_contiguous_first(LAYER_NORM_BACKWARD)),
-    **{
-        op: _contiguous_first(op)
-        for op in (
-            aten.native_group_norm.default,
-            aten.native_group_norm_backward.default,
-            aten.mkldnn_rnn_layer.default,
-            aten.mkldnn_rnn_layer_backward.default,
-            aten.view_as_complex.default,
-        )
-    },
+    **{op: _contiguous_first(op) for op in IN_ORDER - {LAYER_NORM_BACKWARD}},
 }
+
+
+def is_plain(op: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """Does ATen itself run a call of `KERNELS`, given its first operand's dtype and its device, once the operands of
+    those of `IN_ORDER` are contiguous?"""
+    if op in (LAYER_NORM, LAYER_NORM_BACKWARD):
+        return dtype not in NARROW or device.type != "cpu"
+    return op in IN_ORDER

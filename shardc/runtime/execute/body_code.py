@@ -29,6 +29,7 @@ class BodyCode:
     ) -> None:
         self.body, self.context, self.arena = body, context, arena
         self.routine = routine = Routine(body, context, rank, device, arena)
+        self._slot_of = {port.name: slot for port, slot in zip(body.inputs, routine.listing.inputs, strict=True)}
         self.listing = listing = routine.listing
         repeated = listing.repeated
         self._before = routine.code(0, repeated.start)  # what runs before the microbatches,
@@ -83,11 +84,13 @@ class BodyCode:
         stacks: dict[int, list[torch.Tensor]] = {i: [] for i in listing.stacked}
         for k, feed in enumerate(feeds):
             buffer_values = [(into, env[slot]) for slot, into in listing.buffer_slots] if k else []
-            for port, slot in zip(self.body.inputs, listing.inputs, strict=True):
-                if port.name in feed:
-                    env[slot] = feed[port.name]
-                elif not k:
-                    env[slot] = state[port.name]
+            if not k:
+                for name, slot in self._slot_of.items():
+                    env[slot] = feed[name] if name in feed else state[name]
+            else:
+                for name, x in feed.items():
+                    if (slot := self._slot_of.get(name)) is not None:
+                        env[slot] = x
             if not k:
                 self.routine.held_views.fill(env)
             for into, value in buffer_values:

@@ -16,7 +16,7 @@ from kernels_triton.base.inplace import Operand, Place
 from kernels_triton.launch.launch import HAS_TRITON
 from shardc.ir.buckets import Layout, Piece
 from shardc.ir.graph import Graph, operands, type_of
-from shardc.ir.ops.buckets import fill, shapes_of
+from shardc.ir.ops.buckets import fill, member_views, shapes_of
 from shardc.ir.schema import given
 
 
@@ -30,6 +30,8 @@ class FlatBuffer:
         self.dtype, self._args = type_of(layout.pack).dtype, given(layout.pack)
         self._reads = [None if value in pieces else s for value, s in zip(operands(layout.pack), reads, strict=True)]
         self._numels = [math.prod(shape) for shape in layout.shapes]
+        leads, mids = tuple(self._args["leads"]), tuple(self._args["mids"])
+        self._views, _, _ = member_views(tuple(self._numels), leads, mids, 1, self._args["unit"])
         self._zeroed = layout.padded
 
     @property
@@ -58,7 +60,7 @@ class FlatBuffer:
     def fill(self, env: list[Any]) -> Tensor:
         """The flat tensor, after copying the members that are not allocated in it."""
         xs = [None if slot is None else env[slot] for slot in self._reads]
-        return fill(self.tensor(env), xs, self._args["leads"], self._args["mids"], 1, self._args["unit"], self._numels)
+        return fill(self.tensor(env), xs, self._views)
 
     def prepare_fill(self, fixed: Mapping[int, Tensor]) -> Callable[[list[Any]], Tensor] | None:
         """`fill` in one launch, that writes the zeros between members too. None where no kernel does it."""

@@ -16,9 +16,12 @@ from typing import Any, cast
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The value of a slot."""
+    """The value of a slot; called with the values of all slots, it gives its own."""
 
     number: int
+
+    def __call__(self, env: Sequence[Any]) -> Any:
+        return env[self.number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class CallArguments:
 
 def place_argument(place: Any) -> Any:
     """A place of a result, a tensor or a function of all slots, as part of a template."""
-    return Made(place) if callable(place) else place
+    return Made(place) if callable(place) and not isinstance(place, Slot) else place
 
 
 def _has_holes(value: Any) -> bool:

@@ -12,6 +12,7 @@ them; `tests/runtime/test_direct_call.py` compares each with its op.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from inspect import isbuiltin, signature
 from typing import Any
 
@@ -34,13 +35,29 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.mul.out: torch.mul,
     aten.div.Tensor: torch.div,
     aten.div.out: torch.div,
+    aten.eq.Scalar: torch.eq,
+    aten.ne.Scalar: torch.ne,
+    aten.lt.Scalar: torch.lt,
+    aten.le.Scalar: torch.le,
+    aten.gt.Scalar: torch.gt,
+    aten.ge.Scalar: torch.ge,
+    aten.pow.Tensor_Scalar: torch.pow,
     aten.sqrt.default: torch.sqrt,
     aten.sqrt.out: torch.sqrt,
     aten.rsqrt.default: torch.rsqrt,
     aten.neg.default: torch.neg,
     aten.exp.default: torch.exp,
+    aten.log.default: torch.log,
+    aten.cos.default: torch.cos,
+    aten.sin.default: torch.sin,
     aten.tanh.default: torch.tanh,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.relu.default: torch.relu,
+    aten.gelu.default: torch.nn.functional.gelu,
     aten.maximum.default: torch.maximum,
+    aten.minimum.default: torch.minimum,
+    aten.sum.dim_IntList: torch.sum,
+    aten.amax.default: torch.amax,
     aten.where.self: torch.where,
     aten.lerp.Scalar: torch.lerp,
     aten.lerp.Scalar_out: torch.lerp,
@@ -53,6 +70,10 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.mm.default: torch.mm,
     aten.bmm.default: torch.bmm,
     aten.split_with_sizes.default: torch.split_with_sizes,
+    aten.cat.default: torch.cat,
+    aten.full.default: torch.full,
+    aten.arange.default: torch.arange,
+    aten.arange.start: torch.arange,
     aten.embedding.default: torch.embedding,
     aten.native_layer_norm.default: torch.native_layer_norm,
 }
@@ -66,6 +87,9 @@ def embedding_gradient(g: Tensor, index: Tensor, classes: int, padding: int, by_
     return sum_rows(g.reshape(-1, g.shape[-1]), index.reshape(-1), classes, padding)
 
 
+TO_COPY = aten._to_copy.default
+CAST_OPTIONS = frozenset(("dtype", "device", "non_blocking", "memory_format"))
+CAST = partial(Tensor.to, copy=True)  # also where the dtype stays
 LARGE = 1 << 23  # numbers of a gradient
 EMBEDDING_GRADIENT = aten.embedding_dense_backward.default
 ON_GPUS: dict[Any, Callable[..., Any]] = {EMBEDDING_GRADIENT: embedding_gradient}
@@ -79,6 +103,8 @@ def direct_call(
         return target
     if target in DIRECT:
         return DIRECT[target]
+    if target is TO_COPY and "dtype" in named and CAST_OPTIONS.issuperset(named):
+        return CAST
     if target in ON_GPUS and device is not None and device.type == "cuda":
         return ON_GPUS[target]
     kernel = None if device is None else kernel_for(target, device)

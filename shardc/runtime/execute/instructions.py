@@ -23,8 +23,8 @@ from shardc.ir.graph import Graph, cited, info, op_name, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import MADE, in_microbatch
 from shardc.ir.ops.context import Communicator, RankContext
-from shardc.ir.ops.kernels import KERNELS
-from shardc.runtime.execute.call_arguments import CallArguments, Slot
+from shardc.ir.ops.kernels import IN_ORDER, KERNELS, is_plain
+from shardc.runtime.execute.call_arguments import CallArguments, Slot, Viewed
 
 
 class SlotValues(Protocol):
@@ -146,6 +146,12 @@ def _arguments(node: fx.Node, slots: dict[fx.Node, int], numerics: Numerics) -> 
     args = [_constant(arg, numerics) for arg in node.args]
     kwargs = {name: _constant(arg, numerics) for name, arg in node.kwargs.items()}
     _fill_in(node, args, kwargs, numerics)
+    if node.target in IN_ORDER and _is_plain(node, numerics):
+
+        def in_order(arg: Any) -> Any:
+            return Viewed(Slot(slots[arg]), "contiguous") if isinstance(arg, fx.Node) else arg
+
+        return CallArguments(tuple(map(in_order, args)), {name: in_order(arg) for name, arg in kwargs.items()})
 
     def template(arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):
@@ -159,7 +165,9 @@ def _arguments(node: fx.Node, slots: dict[fx.Node, int], numerics: Numerics) -> 
 def _target(node: fx.Node, numerics: Numerics) -> Callable[..., Any]:
     """The function that runs a call. In a lifted graph, ATen must compute floats from integers alone (`ids / 7`) in the
     lifted dtype, as kernels do, and not in torch's default, float32."""
-    run = KERNELS.get(node.target, cast("Callable[..., Any]", node.target))
+    run = cast("Callable[..., Any]", node.target)
+    if not _is_plain(node, numerics):
+        run = KERNELS.get(node.target, run)
     type, dtype = info(node).type, numerics.dtype
     operand_dtypes = [type_of(value).dtype for value in operands(node)]
     if (
@@ -179,6 +187,12 @@ def _target(node: fx.Node, numerics: Numerics) -> Callable[..., Any]:
         return arg.to(dtype) if isinstance(arg, torch.Tensor) and not (is_where and arg.dtype == torch.bool) else arg
 
     return lambda *args, **kwargs: run(*map(widened, args), **kwargs)
+
+
+def _is_plain(node: fx.Node, numerics: Numerics) -> bool:
+    return node.target in KERNELS and is_plain(
+        node.target, numerics.lift(type_of(operands(node)[0]).dtype), numerics.device
+    )
 
 
 def _constant(arg: Any, numerics: Numerics) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -198,11 +199,9 @@ class Routine:
             pieces = {p or 0: self._pieces[v] for v, p, _ in instruction.yields if v in self._pieces}
             if instruction.node.target in INTO:
                 result_places: dict[int, Place] = {
-                    p or 0: _held_place(self._slots[write.over]) for write, p, _ in over if write.op is not None
+                    p or 0: Slot(self._slots[write.over]) for write, p, _ in over if write.op is not None
                 }
-                result_places |= {
-                    p or 0: _held_place(self._dead[v]) for v, p, _ in instruction.yields if v in self._dead
-                }
+                result_places |= {p or 0: Slot(self._dead[v]) for v, p, _ in instruction.yields if v in self._dead}
                 result_places |= {p: self._member_place(piece) for p, piece in pieces.items()}
                 result_places |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
                 code[-1] = self._write_in_place(code[-1], instruction, result_places)
@@ -287,7 +286,9 @@ class Routine:
             (slots, line), _ = arguments(_SlotNumbers())
             operands: list[Operand] = [s if (x := self._fixed.get(s)) is None else x for s in slots]
             scratch = None if self._arena is None else self._arena.scratch
-            prepared = prepare(operands, line, over, self._device, scratch)
+            # A kernel asks for a held tensor's place in each run: without a frame of Python's.
+            places = {p: itemgetter(x.number) if isinstance(x, Slot) else x for p, x in over.items()}
+            prepared = prepare(operands, line, places, self._device, scratch)
             if prepared is not None:
                 return index, prepared, ENVIRONMENT, into, free
         if not over:
@@ -364,10 +365,6 @@ class _SlotNumbers:
 
     def __getitem__(self, slot: int, /) -> int:
         return slot
-
-
-def _held_place(slot: int) -> Callable[[list[Any]], torch.Tensor]:
-    return lambda env: env[slot]
 
 
 def _called(instruction: CallInstruction, env: list[Any]) -> Any:
