@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardc.compiler.decompose_auto import DecomposeChoice, can_decompose, choose
-from shardc.compiler.layer_copies import Bodies, made_by_layers, sharded_by_layers
+from shardc.compiler.layer_copies import Bodies, made_by_layers, normalized_by_layers, sharded_by_layers
 from shardc.compiler.pass_pipeline import (
     Options,
     Verified,
@@ -52,7 +52,7 @@ from shardc.passes.fusion.fuse import check_excluded
 from shardc.passes.merge_updates import MergeUpdates
 from shardc.passes.normalize.group_experts import GroupExperts
 from shardc.passes.normalize.imply_masks import ImplyMasks
-from shardc.passes.normalize.limit_experts import group_as_ranks
+from shardc.passes.normalize.limit_experts import LimitExperts, group_as_ranks
 from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.normalize.sum_parts import SumParts
 from shardc.passes.sharding.seed import Bound
@@ -144,8 +144,8 @@ def _by_layers(task: Task, reference: Graph, options: Options) -> Bodies:
 
     is_cut = task.plan.pipeline is not None
     finishing = None if is_cut or task.plan.fuse.exclude else finished  # values are excluded by names that a body has
-    # Updates, and products of 8-bit floats, may be asked for layer by layer.
-    traced = task.traced.units if task.updates is None and options.quantize.compute is None else ()
+    few = task.traced.few
+    traced = few.units if few is not None and task.updates is None and not _differ_by_layer(options) else ()
     return made_by_layers(reference, task.bound, options, distribute, finishing, traced) or Bodies(None)
 
 
@@ -176,9 +176,23 @@ def _finished(staged: StagedProgram, options: Options) -> tuple[StagedProgram, S
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
     """The traced microbatch, normalised. Raises ShardcError for what no rule can split (SC103, SC303, under strict
     SC301)."""
+    if options.watch is None and traced.few is not None and not _differ_by_layer(options):
+        whole = normalized_by_layers(traced.few, mesh, lambda few: _normalized(few, options), options)
+        if whole is not None:
+            return whole
+    return _normalized(ingest(traced, mesh), options)
+
+
+def _differ_by_layer(options: Options) -> bool:
+    """May equal layers be normalised each in its own way? Their products of 8-bit floats are asked for by name, and
+    their experts are counted."""
+    return options.quantize.compute is not None or options.limit != LimitExperts()
+
+
+def _normalized(graph: Graph, options: Options) -> Graph:
     apart = SumParts(options.fuse.enabled)
     passes = [Normalize(), ImplyMasks(), GroupExperts(), options.limit, options.quantize, apart]
-    graph = run(ingest(traced, mesh), passes, options)
+    graph = run(graph, passes, options)
     refuse_unfit(graph)
     report_missing_rules(graph, strict=options.strict)
     return graph

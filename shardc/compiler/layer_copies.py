@@ -16,6 +16,7 @@ from shardc.compiler.pass_pipeline import Options, inspect
 from shardc.ir.equal_layers import LEAST, equal_layers, shortened
 from shardc.ir.graph import Graph
 from shardc.ir.lengthened import lengthened
+from shardc.ir.mesh import Mesh
 from shardc.ir.overlap_schedule import AHEAD
 from shardc.ir.units import UnequalError, Units
 from shardc.passes.base import Pass
@@ -23,6 +24,7 @@ from shardc.passes.communication.combine import Combine
 from shardc.passes.communication.prefetch import Prefetch
 from shardc.passes.communication.split_batch import SplitBatch
 from shardc.passes.context.divide_attention import Divided
+from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.sharding.dispatch import Choice
 from shardc.passes.sharding.seed import Bound
 
@@ -33,6 +35,23 @@ Finish = Callable[[Graph, Options], Graph]
 # So many more layers at either end go through all passes, as some look beyond the next layer; and so many where weights
 # are gathered, each at most `AHEAD` collectives early.
 NEAR, FAR = (3, 5), (AHEAD + 1, AHEAD + 1)
+
+
+def normalized_by_layers(few: Graph, mesh: Mesh, normalize: Callable[[Graph], Graph], options: Options) -> Graph | None:
+    """A traced step with all of its layers, normalised by doing it to the few that were recorded; None where all of
+    them have to be looked at."""
+    short = few.copy()
+    short.mesh = mesh
+    try:
+        whole = normalize(short)
+        if whole.diagnostics:  # which may tell how many calls, or in which layers
+            return None
+        for units in reversed(few.units):
+            whole = lengthened(whole, units)
+        inspect(Normalize(), whole, whole, 0.0, replace(options, verify=True))
+    except Exception:  # whatever is wrong with few layers, all of them are looked at
+        return None
+    return whole
 
 
 @dataclass(frozen=True)

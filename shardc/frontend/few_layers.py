@@ -112,7 +112,7 @@ class Unrecorded:
             modules=modules,
             unused=unused,
             whole=whole,
-            units=short.units,
+            few=short,
         )
 
     def _in_layer(self, name: str) -> bool:

@@ -9,7 +9,6 @@ from torch import Tensor, fx
 
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph
-from shardc.ir.units import Units
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Traced:
     written: tuple[str, ...] = ()  # inputs that forward changes in place
     changed_attributes: frozenset[str] = frozenset()  # of the model, by forward itself
     whole: Graph | None = None  # of a trace that has few of its equal layers as nodes: the graph of all
-    units: tuple[Units, ...] = ()  # and which of them it lacks
+    few: Graph | None = None  # and the graph of those few; its `units` are those that it lacks
 
     def copy(self) -> Traced:
         """The same with a graph of its own: to compile one consumes it."""
