@@ -98,7 +98,6 @@ def copied(traced: Traced) -> Traced:
         outputs=tuple(replace(o, node=copies[o.node]) for o in traced.outputs),
         modules={name: copy_of(node) for name, node in traced.modules.items()},
         constants={name: value.clone() for name, value in traced.constants.items()},
-        whole=traced.whole and traced.whole.copy(),
     )
 
 

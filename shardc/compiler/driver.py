@@ -100,12 +100,8 @@ _Finished = tuple[StagedProgram, StagedProgram, DecomposeChoice | None]  # befor
 def compile_step(task: Task, options: Options) -> CompiledGraphs:
     """Compile a step. Raises ShardcError for a plan that this step cannot have."""
     plan = task.plan
-    reference = single_device(task.traced, task.placed, options)
-    reference.diagnostics += task.notes
-    reference = accumulated(reference, plan.microbatches, options, task.updates, always=plan.pipeline is not None)
-    reference.tokens = task.tokens
-
-    made = _by_layers(task, reference, options)
+    reference, few = _references(task, options)
+    made = _by_layers(task, reference, few, options)
     if made.finished is not None:
         group_as_ranks(reference, made.finished)
         merge = [pass_ for pass_ in call_passes(options) if isinstance(pass_, MergeUpdates)]
@@ -132,7 +128,21 @@ def _compiled(task: Task, reference: Graph, finished: _Finished, options: Option
     return CompiledGraphs(reference, fused.body, fused.mesh, traffic=bytes_moved, decompose=choice)
 
 
-def _by_layers(task: Task, reference: Graph, options: Options) -> Bodies:
+def _references(task: Task, options: Options) -> tuple[Graph, Graph | None]:
+    """The step on one device; and with few of its equal layers, where no more is known of one than of another."""
+    plan, placed = task.plan, task.placed
+    by_layers = _normalized_by_layers(task.traced, placed, options)
+    reference, few = by_layers or (_normalized(ingest(task.traced, placed), options), None)
+    few = few if task.updates is None else None  # which may be other ones in each layer
+    made: list[Graph] = []
+    for graph in filter(None, (reference, few)):
+        graph.diagnostics += task.notes
+        made.append(accumulated(graph, plan.microbatches, options, task.updates, always=plan.pipeline is not None))
+        made[-1].tokens = task.tokens
+    return made[0], made[1] if few is not None else None
+
+
+def _by_layers(task: Task, reference: Graph, few: Graph | None, options: Options) -> Bodies:
     """What can be made of a step by few of its equal layers. What looks over the whole step then sees the whole step:
     the cut of a pipeline, updates that are merged, kernels."""
 
@@ -144,9 +154,7 @@ def _by_layers(task: Task, reference: Graph, options: Options) -> Bodies:
 
     is_cut = task.plan.pipeline is not None
     finishing = None if is_cut or task.plan.fuse.exclude else finished  # values are excluded by names that a body has
-    few = task.traced.few
-    traced = few.units if few is not None and task.updates is None and not _differ_by_layer(options) else ()
-    return made_by_layers(reference, task.bound, options, distribute, finishing, traced) or Bodies(None)
+    return made_by_layers(reference, task.bound, options, distribute, finishing, few) or Bodies(None)
 
 
 def _is_open(task: Task, staged: StagedProgram, options: Options) -> bool:
@@ -176,17 +184,16 @@ def _finished(staged: StagedProgram, options: Options) -> tuple[StagedProgram, S
 def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
     """The traced microbatch, normalised. Raises ShardcError for what no rule can split (SC103, SC303, under strict
     SC301)."""
-    if options.watch is None and traced.few is not None and not _differ_by_layer(options):
-        whole = normalized_by_layers(traced.few, mesh, lambda few: _normalized(few, options), options)
-        if whole is not None:
-            return whole
-    return _normalized(ingest(traced, mesh), options)
+    by_layers = _normalized_by_layers(traced, mesh, options)
+    return _normalized(ingest(traced, mesh), options) if by_layers is None else by_layers[0]
 
 
-def _differ_by_layer(options: Options) -> bool:
-    """May equal layers be normalised each in its own way? Their products of 8-bit floats are asked for by name, and
-    their experts are counted."""
-    return options.quantize.compute is not None or options.limit != LimitExperts()
+def _normalized_by_layers(traced: Traced, mesh: Mesh, options: Options) -> tuple[Graph, Graph] | None:
+    # Equal layers may be normalised each in its own way: products of 8-bit floats are asked for by name, and experts
+    # that are limited are counted.
+    if traced.few is None or options.quantize.compute is not None or options.limit != LimitExperts():
+        return None
+    return normalized_by_layers(traced.few, mesh, lambda few: _normalized(few, options), options)
 
 
 def _normalized(graph: Graph, options: Options) -> Graph:

@@ -37,21 +37,25 @@ Finish = Callable[[Graph, Options], Graph]
 NEAR, FAR = (3, 5), (AHEAD + 1, AHEAD + 1)
 
 
-def normalized_by_layers(few: Graph, mesh: Mesh, normalize: Callable[[Graph], Graph], options: Options) -> Graph | None:
-    """A traced step with all of its layers, normalised by doing it to the few that were recorded; None where all of
-    them have to be looked at."""
+def normalized_by_layers(
+    few: Graph, mesh: Mesh, normalize: Callable[[Graph], Graph], options: Options
+) -> tuple[Graph, Graph] | None:
+    """A traced step with all of its layers and with the few that were recorded, normalised by doing it to these; None
+    where all of them have to be looked at."""
+    if options.watch is not None:
+        return None
     short = few.copy()
     short.mesh = mesh
     try:
-        whole = normalize(short)
-        if whole.diagnostics:  # which may tell how many calls, or in which layers
+        whole = short = normalize(short)
+        if short.diagnostics:  # which may tell how many calls, or in which layers
             return None
         for units in reversed(few.units):
             whole = lengthened(whole, units)
         inspect(Normalize(), whole, whole, 0.0, replace(options, verify=True))
     except Exception:  # whatever is wrong with few layers, all of them are looked at
         return None
-    return whole
+    return whole, short
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,10 @@ def made_by_layers(
     options: Options,
     distribute: Distribute,
     finish: Finish | None,
-    traced: Sequence[Units] = (),
+    traced: Graph | None = None,
 ) -> Bodies | None:
     """What `distribute`, and then `finish`, make of a step, by doing it to few of its equal layers; None where all of
-    them have to be looked at. Those that are `traced` as equal are so in the reference."""
+    them have to be looked at. `traced` is the reference with those that were recorded."""
     if options.watch is not None:
         return None
     try:
@@ -87,13 +91,15 @@ def made_by_few_layers(
     options: Options,
     distribute: Distribute,
     finish: Finish | None,
-    traced: Sequence[Units] = (),
+    traced: Graph | None = None,
     *,
     both: bool = False,
 ) -> Bodies | None:
     """The same. Raises UnequalError where layers turn out not to be equal, and ShardcError for what is wrong with few
     of them. A body that is finished is not made before that, unless `both` are wanted."""
-    equal = equal_layers(reference, traced)
+    if traced is not None and len(traced.units) > 1:
+        traced = None
+    equal = equal_layers(reference) if traced is None else traced.units[0]
     if equal is None or options.recompute.mode == "budget":  # which all layers share
         return None
     units = equal.narrowed(*(FAR if options.store.zero or options.store.bound else NEAR))
@@ -101,7 +107,8 @@ def made_by_few_layers(
         units, finish = equal.narrowed(*NEAR), None
     if len(units.removed) < LEAST:
         return None
-    short, kept, few = _shortened(reference, units, bound, options)
+    kept, few = _of_few(units, bound, options)
+    short = shortened(reference, units) if traced is None else lengthened(traced, equal, units)
     try:  # another list may have more
         made = made_by_few_layers(short, kept, few, distribute, finish, both=True)
     except UnequalError:
@@ -145,7 +152,8 @@ def by_few_layers(reference: Graph, bound: Sequence[Bound], options: Options, di
     units = equal_layers(reference)
     if units is None:
         return None
-    short, kept, few = _shortened(reference, units, bound, options)
+    kept, few = _of_few(units, bound, options)
+    short = shortened(reference, units)
     try:  # another list may have more
         sharded = by_few_layers(short, kept, few, distribute)
     except UnequalError:
@@ -175,10 +183,8 @@ def _choose_for_all(options: Options, units: Units) -> None:
         divided[:] = _of_all_layers(divided, units)
 
 
-def _shortened(
-    reference: Graph, units: Units, bound: Sequence[Bound], options: Options
-) -> tuple[Graph, list[Bound], Options]:
-    """The shortened step, and what is asked of it. Raises UnequalError where single layers are asked for otherwise than
+def _of_few(units: Units, bound: Sequence[Bound], options: Options) -> tuple[list[Bound], Options]:
+    """What is asked of the shortened step. Raises UnequalError where single layers are asked for otherwise than
     others."""
     store = options.store
     stored = _asked(units, [(each.name, each) for each in store.bound])
@@ -191,7 +197,7 @@ def _shortened(
         for each in _asked(units, [(each.name, each) for each in bound])
     ]
     few = replace(options, store=replace(store, bound=stored, layout=layout), keep_gathered=frozenset(gathered))
-    return shortened(reference, units), kept, few
+    return kept, few
 
 
 def _asked(units: Units, named: Sequence[tuple[str, T]]) -> tuple[T, ...]:

@@ -17,7 +17,7 @@ from shardc.frontend.unrecorded_layers import KEPT_AT_END, UnrecordedLayers
 from shardc.ir.equal_layers import LEAST
 from shardc.ir.graph import Port
 from shardc.ir.layers import layer_of
-from shardc.ir.lengthened import lengthened
+from shardc.ir.lengthened import lengthened, lengthened_ports
 from shardc.ir.mesh import Mesh
 from shardc.ir.units import UnequalError, Units
 
@@ -82,7 +82,7 @@ class Unrecorded:
         return list(own.values()), every
 
     def of_all_layers(self, traced: Traced, every: Sequence[TracedInput], trained: Iterable[str]) -> Traced:
-        """The trace of all layers. Its nodes are those of the recorded ones, and `whole` the graph that they stand for.
+        """The trace of all layers. Its nodes are those of the recorded ones, and `few` the graph that they are.
 
         Raises UnequalError where what is recorded of layers does not tell what others do."""
         if not self.units:
@@ -90,8 +90,9 @@ class Unrecorded:
         short = ingest(traced.copy(), Mesh())
         short.units = tuple(self.units)
         whole = short
-        for units in reversed(self.units):
+        for units in reversed(self.units[1:]):
             whole = lengthened(whole, units)
+        inputs_of_all, outputs_of_all = lengthened_ports(whole, self.units[0])
         if any(o.role == "buffer" and self._in_layer(o.name) for o in traced.outputs):
             raise UnequalError("layers change their buffers")
         grads = {o.name: o.node for o in traced.outputs if o.role == "grad"}
@@ -99,9 +100,7 @@ class Unrecorded:
         outputs += [TracedOutput("grad", n, grads[self.twin(n)]) for n in trained if self.twin(n) in grads]
         outputs += [o for o in traced.outputs if o.role not in ("loss", "grad")]
         ports = [Port(i.role, i.name, i.aliases, i.trainable) for i in every]
-        if list(whole.inputs) != ports or [(p.role, p.name) for p in whole.outputs] != [
-            (o.role, o.name) for o in outputs
-        ]:
+        if inputs_of_all != ports or [(p.role, p.name) for p in outputs_of_all] != [(o.role, o.name) for o in outputs]:
             raise UnequalError("inputs and outputs are others")
         modules = dict(self._of_all_modules(traced.modules))
         unused = tuple(name for name in trained if self.twin(name) in traced.unused)
@@ -111,7 +110,6 @@ class Unrecorded:
             outputs=tuple(outputs),
             modules=modules,
             unused=unused,
-            whole=whole,
             few=short,
         )
 

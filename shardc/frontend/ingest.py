@@ -24,9 +24,9 @@ from shardc.ir.types import TensorType
 
 def ingest(traced: Traced, mesh: Mesh) -> Graph:
     """Wrap a traced joint graph. Types are unplaced: one atom a dim."""
-    if traced.whole is not None:
-        traced.whole.mesh = mesh
-        return traced.whole
+    if (whole := traced.whole()) is not None:
+        whole.mesh = mesh
+        return whole
     graph = Graph(traced.graph, mesh, [], [])
     by_node = {i.node: i for i in traced.inputs}
     inputs: list[Port] = []

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph
+from shardc.ir.lengthened import lengthened
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class TracedOutput:
 class Traced:
     """A joint graph: `inputs` pairs with its placeholders in order, `outputs` with its output node's tuple.
 
-    Unless it is `whole`: then several inputs may have one node, of a layer that is like theirs, and so may outputs.
+    Unless it has `few` of its equal layers: then several inputs may have one node, of a layer that is like theirs, and
+    so may outputs.
 
     The meta of each node holds `val` (fakes), `fqn`, `source`, `source_text`, `phase`, `fwd_node`, and nothing else.
     """
@@ -49,8 +51,15 @@ class Traced:
     diagnostics: tuple[Diagnostic, ...] = ()
     written: tuple[str, ...] = ()  # inputs that forward changes in place
     changed_attributes: frozenset[str] = frozenset()  # of the model, by forward itself
-    whole: Graph | None = None  # of a trace that has few of its equal layers as nodes: the graph of all
-    few: Graph | None = None  # and the graph of those few; its `units` are those that it lacks
+    few: Graph | None = None  # the graph of the layers that have nodes; its `units` are those that it lacks
+
+    def whole(self) -> Graph | None:
+        """Of a trace that has few of its equal layers: the graph of all, made anew."""
+        whole = self.few
+        for units in reversed(whole.units if whole is not None else ()):
+            assert whole is not None
+            whole = lengthened(whole, units)
+        return whole
 
     def copy(self) -> Traced:
         """The same with a graph of its own: to compile one consumes it."""
@@ -60,5 +69,4 @@ class Traced:
         inputs = tuple(replace(i, node=table[i.node]) for i in self.inputs)
         outputs = tuple(replace(o, node=table[o.node]) for o in self.outputs)
         modules = {name: table[node] for name, node in self.modules.items()}
-        whole = None if self.whole is None else self.whole.copy()
-        return replace(self, graph=graph, inputs=inputs, outputs=outputs, modules=modules, whole=whole)
+        return replace(self, graph=graph, inputs=inputs, outputs=outputs, modules=modules)

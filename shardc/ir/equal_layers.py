@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
@@ -39,9 +39,8 @@ NUMBER = "op_id"  # of a random call: which of the graph's it is
 READ = {kind: operator.attrgetter(*kind.__slots__) for kind in (Cause, Requirement, Derivation, Seed, Port)}
 
 
-def equal_layers(graph: Graph, traced: Sequence[Units] = ()) -> Units | None:
-    """The longest run of equal units, of the list of layers with the most calls that has one; None without any. Those
-    that are `traced` as equal, and have the same ops still, are not compared again."""
+def equal_layers(graph: Graph) -> Units | None:
+    """The longest run of equal units, of the list of layers with the most calls that has one; None without any."""
     kinds: dict[str, dict[int, list[Any]]] = {}
     for node, layer in _layers(graph):
         path, index = list_and_index(layer)
@@ -50,9 +49,6 @@ def equal_layers(graph: Graph, traced: Sequence[Units] = ()) -> Units | None:
         if len(elements) < LEAST + 4 or max(elements) != len(elements) - 1:
             continue
         forms = [hash(tuple(elements[index])) for index in range(len(elements))]
-        for units in traced:
-            if units.path == path and _are_alike(forms, units):
-                return units
         for period in range(1, LONGEST_PERIOD + 1):
             alike = sum(map(operator.eq, forms, forms[period:]))
             if alike >= max((LEAST + 3) * period, len(forms) // 2):
@@ -60,12 +56,6 @@ def equal_layers(graph: Graph, traced: Sequence[Units] = ()) -> Units | None:
                 if found is not None:
                     return found
     return None
-
-
-def _are_alike(forms: Sequence[int], units: Units) -> bool:
-    """Have all units from `first` to `last` the same ops? `forms` are by layer."""
-    start, end = units.first * units.period, (units.last + 1) * units.period
-    return all(map(operator.eq, forms[start : end - units.period], forms[start + units.period : end]))
 
 
 def _longest(view: LayerView, count: int) -> Units | None:

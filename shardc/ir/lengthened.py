@@ -13,7 +13,8 @@ blocks is kept.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from torch import fx
 
 from shardc.ir.equal_layers import READ, LayerPair, LayerView
 from shardc.ir.gc_pause import made_old
-from shardc.ir.graph import FIELD_VALUES, Graph, ValueInfo, info, info_of, set_info
+from shardc.ir.graph import FIELD_VALUES, Graph, Port, ValueInfo, info, info_of, set_info
 from shardc.ir.units import UnequalError, Units
 from shardc.torch_compat import add_node, args_of, kwargs_of
 
@@ -33,10 +34,24 @@ OfBlock = Callable[[int], Any]
 def lengthened(short: Graph, units: Units, lacking: Units | None = None) -> Graph:
     """A copy with the units between `first` and `last` made like these two, but for those that it is `lacking` still.
     Raises UnequalError where the two differ."""
+    with made_old(), _lengthening(short, units, lacking) as lengthening:
+        return lengthening.graph()
+
+
+def lengthened_ports(short: Graph, units: Units) -> tuple[list[Port], list[Port]]:
+    """The inputs and outputs that a lengthened graph has. Raises UnequalError where the two units differ so that there
+    is none, in any number of units."""
+    with _lengthening(short, units, units.narrowed(1, 0)) as by_one:
+        by_one.graph()
+    with _lengthening(short, units, None) as whole:
+        return whole.ports(short.inputs, short.placeholders), whole.ports(short.outputs, short.output_values)
+
+
+@contextmanager
+def _lengthening(short: Graph, units: Units, lacking: Units | None) -> Generator[_Lengthening]:
     lengthening = _Lengthening(short, units, lacking)
     try:
-        with made_old():
-            return lengthening.graph()
+        yield lengthening
     finally:
         vars(lengthening).clear()  # it holds functions that hold it: garbage for the collector, as large as the graph
 
@@ -74,11 +89,10 @@ class _Lengthening:
 
     def graph(self) -> Graph:
         short = self.short
-        ports = dict(zip(short.placeholders, short.inputs, strict=True))
         calls = [node for node in short.fx.nodes if node.op == "call_function"]
         inputs = list(self._spread(short.placeholders, lambda node: node))
-        made = [ports[x] if y is None else self._between(ports[x], ports[y], at) for x, y, at in inputs]
-        self.whole = whole = Graph(fx.Graph(), short.mesh, made, [], short.name)
+        ports = self.ports(short.inputs, short.placeholders)
+        self.whole = whole = Graph(fx.Graph(), short.mesh, ports, [], short.name)
         for x, y, at in (*inputs, *self._spread(calls, lambda node: node)):
             if y is None:
                 self._keep(x, at)
@@ -103,6 +117,11 @@ class _Lengthening:
             whole.units += (self.lacking,)
         whole.taken = self._names()
         return whole
+
+    def ports(self, ports: Sequence[Port], values: Sequence[fx.Node]) -> list[Port]:
+        """What the values of a graph are called, in the whole."""
+        spread = self._spread(zip(ports, values, strict=True), operator.itemgetter(1))
+        return [x[0] if y is None else self._between(x[0], y[0], at) for x, y, at in spread]
 
     # ------------------------------------------------------------------ the order
     def _spread(self, items: Iterable[T], value_of: Callable[[T], fx.Node]) -> Iterator[tuple[T, T | None, int]]:

@@ -161,12 +161,12 @@ def test_few_layers_have_nodes() -> None:
 
 
 def test_too_few_layers_are_all_recorded() -> None:
-    assert trace(Stack(layers=13), X).whole is None
+    assert trace(Stack(layers=13), X).few is None
 
 
 def test_no_garbage_of_lengthening_is_left() -> None:
     """Its functions hold it, and it them and two graphs: it lets go of them itself."""
     with gc_paused():
         traced = trace(Stack(), X)
-        assert traced.whole is not None
+        assert traced.few is not None
         assert not any(type(held) is _Lengthening for held in gc.get_objects())
