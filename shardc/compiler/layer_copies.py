@@ -1,16 +1,22 @@
-"""The sharding of a step with many equal layers, by that of few of them; see `ir/equal_layers.py`.
+"""What passes make of a step with many equal layers, by what they make of few of them; see `ir/equal_layers.py`.
 
-All passes up to `combine` decide by a call and what is near it. Those behind look over the whole step: how far it is to
-an annotation, what fits in a budget of memory, what can be sent meanwhile. All layers are sharded themselves where
-something is told or asked of single ones: findings, and annotations or storage that differ from layer to layer; and
-where somebody watches the passes.
+Nearly all passes decide by a call and what is near it, so what they make of few layers is lengthened:
+
+    normalized   by the layers that a trace has recorded: the reference
+    body         behind the body's passes; what comes then looks over the whole step, or few layers are too few for it
+    finished     behind all passes but those that look over the whole step: updates that are merged, kernels
+    sharded      behind `combine`, by fewer layers still, where that is all: a budget of memory is shared by all layers
+
+All layers are looked at where something is told or asked of single ones: findings, and annotations or storage that
+differ from layer to layer; and where somebody watches the passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from shardc.compiler.pass_pipeline import Options, inspect
 from shardc.ir.equal_layers import LEAST, equal_layers, shortened
@@ -28,6 +34,7 @@ from shardc.passes.normalize.normalize import Normalize
 from shardc.passes.sharding.dispatch import Choice
 from shardc.passes.sharding.seed import Bound
 
+P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVar("C", Choice, Divided)
 Distribute = Callable[[Graph, Sequence[Bound], Options], Graph]
@@ -114,21 +121,18 @@ def made_by_few_layers(
     except UnequalError:
         made = None
     if made is None:
-        made = Bodies(distribute(short, kept, few))
-        if finish is not None:
-            made = replace(made, finished=_unless_unequal(lambda: finish(made.body.copy(), few)))
-    finished, body = None, None
-    if made.finished is not None:
-        finished = _unless_unequal(lambda: _of_all(made.finished, reference, units, options, Prefetch()))
-    if both or finished is None:
-        body = _of_all(made.body, reference, units, options, SplitBatch())
+        body = distribute(short, kept, few)
+        made = Bodies(body, None if finish is None else _unless_unequal(finish, body.copy(), few))
+    of_all = partial(_of_all, reference=reference, units=units, options=options)
+    finished = None if made.finished is None else _unless_unequal(of_all, made.finished, last=Prefetch())
+    whole = of_all(made.body, last=SplitBatch()) if made.body is not None and (both or finished is None) else None
     _choose_for_all(options, units)
-    return Bodies(body, finished)
+    return Bodies(whole, finished)
 
 
-def _unless_unequal(make: Callable[[], Graph]) -> Graph | None:
+def _unless_unequal(make: Callable[P, Graph], *args: P.args, **kwargs: P.kwargs) -> Graph | None:
     try:
-        return make()
+        return make(*args, **kwargs)
     except UnequalError:
         return None
 

@@ -1,19 +1,13 @@
 """A graph with a few equal layers, with all of them again: see `equal_layers.py`.
 
-A graph is put together from blocks. A block is what stands from the first value of a unit to that of the next: mostly
-the unit's own values, and those of units near it that passes put off or make early.
-
-    A  [b1 a2 c1]  [b2 a3 c2]  C        units 1 and 2 of the short graph: a2 is made early, in the block of 1
-    A  [b1 a2 c1]  [b2 a3 c2]  [b3 a4 c3]  ...  [b9 a10 c9]  C
-
-Of two blocks that lie side by side and say the same, one is made for each unit between the two. What stands outside of
-blocks is kept.
+The order is that of `layer_blocks.py`: of two blocks, one for each unit is made here. The rest is kept, and what it
+says of units beyond those that are made is told anew.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -24,6 +18,7 @@ from torch import fx
 from shardc.ir.equal_layers import READ, LayerPair, LayerView
 from shardc.ir.gc_pause import made_old
 from shardc.ir.graph import FIELD_VALUES, Graph, Port, ValueInfo, info, info_of, set_info
+from shardc.ir.layer_blocks import LayerBlocks
 from shardc.ir.units import UnequalError, Units
 from shardc.torch_compat import add_node, args_of, kwargs_of
 
@@ -71,14 +66,13 @@ class _Form:
 
 
 class _Lengthening:
-    """See `lengthened`. Units go by their places, of which the short graph has `first` and the next for two blocks, and
-    the whole those from `first` to `end`."""
+    """See `lengthened`."""
 
     def __init__(self, short: Graph, units: Units, lacking: Units | None) -> None:
         self.short, self.units, self.lacking = short, units, lacking
-        self.view = LayerView(short, units.path, units.period)
-        self.pair = LayerPair(self.view, units.first, units.last, units.slot)
-        self.first, self.end = units.first, units.last if lacking is None else lacking.slot(units.last)
+        self.view = view = LayerView(short, units.path, units.period)
+        self.blocks = LayerBlocks(view, units, lacking)
+        self.first, self.end = self.blocks.first, self.blocks.end
         self.outside: dict[fx.Node, fx.Node] = {}  # what is made of values outside of layers
         self.inside: dict[tuple[int, str], fx.Node] = {}  # what is made in layers, by place and key
         self.places: dict[fx.Node, int] = {}  # in the whole, of values that are kept
@@ -90,10 +84,10 @@ class _Lengthening:
     def graph(self) -> Graph:
         short = self.short
         calls = [node for node in short.fx.nodes if node.op == "call_function"]
-        inputs = list(self._spread(short.placeholders, lambda node: node))
+        inputs = list(self.blocks.spread(short.placeholders, lambda node: node))
         ports = self.ports(short.inputs, short.placeholders)
         self.whole = whole = Graph(fx.Graph(), short.mesh, ports, [], short.name)
-        for x, y, at in (*inputs, *self._spread(calls, lambda node: node)):
+        for x, y, at in (*inputs, *self.blocks.spread(calls, lambda node: node)):
             if y is None:
                 self._keep(x, at)
             else:
@@ -120,73 +114,13 @@ class _Lengthening:
 
     def ports(self, ports: Sequence[Port], values: Sequence[fx.Node]) -> list[Port]:
         """What the values of a graph are called, in the whole."""
-        spread = self._spread(zip(ports, values, strict=True), operator.itemgetter(1))
+        spread = self.blocks.spread(zip(ports, values, strict=True), operator.itemgetter(1))
         return [x[0] if y is None else self._between(x[0], y[0], at) for x, y, at in spread]
-
-    # ------------------------------------------------------------------ the order
-    def _spread(self, items: Iterable[T], value_of: Callable[[T], fx.Node]) -> Iterator[tuple[T, T | None, int]]:
-        """Items in the order that they have in the whole: with its twin and the place of the block what is made, alone
-        what is kept, with its own place, -1 outside of layers."""
-        items = list(items)
-        values = list(map(value_of, items))
-        blocks = dict(self._blocks(items, values))
-        made = {self.view.key[values[x]]: self._slot(values[x]) for pairs in blocks.values() for x, _ in pairs}
-        index = 0
-        while index < len(items):
-            pairs = blocks.get(index)
-            if pairs is None:
-                yield items[index], None, self._place_of_kept(values[index], made)
-                index += 1
-                continue
-            places = range(self.first, self.end + 1)
-            for at in places if pairs[0][0] == index else reversed(places):
-                yield from ((items[x], items[y], at) for x, y in pairs)
-            index += 2 * len(pairs)
-
-    def _blocks(self, items: Sequence[Any], values: Sequence[fx.Node]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Where two blocks lie side by side, and the places of their items: that of `first` and that of `last`."""
-        first, last = self.units.first, self.units.last
-        unit, key = self.view.unit, self.view.key
-        places: dict[tuple[int, str], int] = {}
-        for index, value in enumerate(values):
-            if (of := unit.get(value)) in (first, last):
-                places.setdefault((of, key[value]), index)
-        index, within = 0, set[str]()
-        while index < len(items):
-            of, twin = unit.get(values[index]), -1
-            if of in (first, last) and key[values[index]] not in within:
-                twin = places.get((last if of == first else first, key[values[index]]), -1)
-            if twin <= index:  # it has none, or such values are made in other blocks
-                index += 1
-                continue
-            ends = range(index, twin), range(twin, 2 * twin - index)
-            pairs = list(zip(*(ends if of == first else reversed(ends)), strict=True))
-            if ends[1].stop > len(items) or not all(self._alike(items[x], items[y]) for x, y in pairs):
-                raise UnequalError(f"{self.units.path}: units {first} and {last} have another order")
-            yield index, pairs
-            within.update(key[values[x]] for x, _ in pairs)
-            index = ends[1].stop
-
-    def _place_of_kept(self, value: fx.Node, made: Mapping[str, int]) -> int:
-        """`made`: by key, the place of what is in the block of `first`: what lies before it counts from there."""
-        if value not in self.view.unit:
-            return -1
-        slot = self._slot(value)
-        return slot if slot <= made.get(self.view.key[value], self.first) else slot - self.first - 1 + self.end
-
-    def _alike(self, x: Any, y: Any) -> bool:
-        """Are two items twins, that of the block of `first` and that of the block of `last`?"""
-        if not isinstance(x, fx.Node):
-            return self.pair.same(x, y)
-        if not (self.pair.same(x, y) and self.pair.twins(x, y)):
-            return False
-        distance = self.units.last - self.units.first
-        return all(step % distance == 0 and step // distance in self.units.steps for step in self.pair.steps)
 
     def _pairs(self, items: Iterable[tuple[Any, Any]], place: int) -> list[tuple[Any, Any]]:
         """What a graph says of values, of all units; at the `place` of each item is the value."""
         found: list[tuple[Any, Any]] = []
-        for x, y, at in self._spread(items, operator.itemgetter(place)):
+        for x, y, at in self.blocks.spread(items, operator.itemgetter(place)):
             found.append(self._between(x, y, at) if y is not None else _Kept(self, x[place], at).item(x))
         return found
 
@@ -242,7 +176,7 @@ class _Lengthening:
             self._varying(x.kwargs, y.kwargs),
             fields,
             [(k, of_block) for k, of_block in differing if of_block is not None],
-            self._slot(x) - self.first,
+            self.blocks.slot(x) - self.first,
             self.view.key[x],
         )
 
@@ -272,7 +206,7 @@ class _Lengthening:
             return self._items(READ[kind](x), READ[kind](y), lambda items: kind(*items))
         if kind is int and x != y:
             first, step = self.units.first, (y - x) // (self.units.last - self.units.first)
-            return lambda at: x + step * (self.unit(at) - first)
+            return lambda at: x + step * (self.blocks.unit(at) - first)
         return None
 
     def _items(self, x: Sequence[Any], y: Sequence[Any], make: Callable[[list[Any]], Any]) -> OfBlock | None:
@@ -292,7 +226,7 @@ class _Lengthening:
     def _operand(self, x: fx.Node, y: fx.Node) -> OfBlock:
         if x is y:
             return lambda at: self.read(x)
-        key, behind = self.view.key[x], self._slot(x) - self.first
+        key, behind = self.view.key[x], self.blocks.slot(x) - self.first
         return lambda at: self.read_inside(at + behind, key)
 
     def _retold(self, text: str) -> OfBlock:
@@ -302,21 +236,16 @@ class _Lengthening:
             if len(parts) == 3:  # as nearly all
                 unit, element = divmod(int(parts[1]), view.period)
                 before, behind, after = f"{parts[0]}{view.path}.", slot(unit) - self.first, parts[2]
-                self.texts[text] = cache(lambda at: f"{before}{self.unit(at + behind) * view.period + element}{after}")
+                self.texts[text] = cache(
+                    lambda at: f"{before}{self.blocks.unit(at + behind) * view.period + element}{after}"
+                )
             else:
                 self.texts[text] = cache(
-                    lambda at: view.retold(text, lambda unit: self.unit(at + slot(unit) - self.first))
+                    lambda at: view.retold(text, lambda unit: self.blocks.unit(at + slot(unit) - self.first))
                 )
         return self.texts[text]
 
     # ------------------------------------------------------------------ places
-    def _slot(self, value: fx.Node) -> int:
-        return self.units.slot(self.view.unit[value])
-
-    def unit(self, place: int) -> int:
-        """The unit in a place of the whole."""
-        return place if self.lacking is None else self.lacking.at(place)
-
     def place_of(self, value: fx.Node) -> int | None:
         """The place in the whole of a value of the short graph, None before it is there."""
         return self.places.get(value, self.ends.get(value))
@@ -402,7 +331,7 @@ class _Kept:
             return unit is not None and self._as_far(unit) != self.of.place_of(x)
         if kind is str:
             units = self.view.units_in(x) if self.place >= 0 else ()
-            return any(self.of.unit(self._as_far(unit)) != unit for unit in units)
+            return any(self.of.blocks.unit(self._as_far(unit)) != unit for unit in units)
         if isinstance(x, tuple | list):
             return any(map(self._is_unclear, x))
         if isinstance(x, dict):
@@ -419,7 +348,7 @@ class _Kept:
                 return self.of.read(x)
             return self._operand(x)
         if kind is str:
-            return x if x == y else self.view.retold(x, lambda unit: self.of.unit(self._as_far(unit)))
+            return x if x == y else self.view.retold(x, lambda unit: self.of.blocks.unit(self._as_far(unit)))
         if isinstance(x, tuple | list):
             return (tuple if isinstance(x, tuple) else kind)(map(self._told, x, y))
         if isinstance(x, dict):

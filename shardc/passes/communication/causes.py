@@ -121,7 +121,8 @@ class Causes:
         seeds = self.graph.seeds.items()
         starts = [(v, atom) for v, seed in seeds for atom, axes in enumerate(seed.placement) if axis in axes]
         number = count()  # of equally far places the one that was found first
-        near = [((0, 0), next(number), place, place, None) for place in starts]
+        near: list[tuple[tuple[int, int], int, Place, Place, fx.Node | None]] = []
+        near += (((0, 0), next(number), place, place, None) for place in starts)
         while near:
             far, _, place, earlier, call = heappop(near)
             if place in reached:
