@@ -1,6 +1,6 @@
 """How long does compiling take, and how much memory: Llama-7B's, 70B's and Mixtral-8x7B's shapes on the meta device.
 
-    python benchmarks/compile_time.py                 the two bars, and that time grows linearly in layers
+    python benchmarks/compile_time.py                 the bars: of seconds, and of 128 layers against 32
     python benchmarks/compile_time.py --shape 7b --layers 8 16 32
     python benchmarks/compile_time.py --shape 7b --calls --against ../before
                                                       calls of functions, which do not vary as seconds do, of two trees
@@ -63,11 +63,13 @@ BARS: list[tuple[str, int | None, str, float | None]] = [
     ("7b", 8, "dp=2,tp=4", None),
     ("7b", 16, "dp=2,tp=4", None),
     ("7b", None, "dp=2,tp=4", 15.0),
+    ("7b", 128, "dp=2,tp=4", None),  # at most `DEEP` times the line before
     ("7b", None, "dp=16,tp=8", None),
     ("70b", None, "dp=16,tp=8", 35.0),
     ("7b", None, "dp=4,tp=8", None),
     ("mixtral-8x7b", None, "dp=4,ep=8", None),  # at most 1.5 times the line before
 ]
+DEEP = 1.5
 MEMORY_LIMIT_GIB = 4.0
 CACHED_LIMIT = 0.5  # seconds of CPU
 GPT2_CALLS_OF_LAYER = 119  # forward and backward
@@ -298,7 +300,7 @@ def main() -> int:
     if options.cached:
         return time_second_starts(options.shape or "7b", options.layers, options.mesh)
     todo = [(options.shape, n or None, options.mesh, None) for n in options.layers] if options.shape else BARS
-    missed = 0
+    missed, seconds = 0, list[float]()
     for shape, layers, mesh, limit in todo:
         arguments = ["--one", "--shape", shape, "--layers", str(layers or 0), "--mesh", mesh]
         arguments += ["--calls"] if options.calls else []
@@ -308,6 +310,10 @@ def main() -> int:
             compare(arguments, options.against, options.pairs or 1)
             continue
         row = compiled_apart(arguments, ROOT)
+        seconds.append(row["cpu_seconds"])
+        if layers == 128 and todo is BARS:
+            row |= {"of the line before": round(seconds[-1] / seconds[-2], 2), "ok": seconds[-1] <= DEEP * seconds[-2]}
+            missed += not row["ok"]
         if limit is not None:
             row |= {"limit": limit, "ok": row["seconds"] < limit and row["peak_gib"] < MEMORY_LIMIT_GIB}
             missed += not row["ok"]

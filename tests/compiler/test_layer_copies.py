@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shardc
+from benchmarks.compile_time import function_calls
 from shardc.compiler import driver, layer_copies
 from shardc.compiler.layer_copies import by_few_layers, made_by_few_layers
 from shardc.ir.diagnostic import ShardcError
@@ -127,6 +128,17 @@ def test_few_layers_are_looked_at(name: str, many: bool) -> None:
     taken, program = both(Stack(in_turn, layers=layers), SMALL | plan, trained=trained)
     assert taken == (way if many else way and "sharded")
     assert program.verify().ok
+
+
+def test_more_layers_take_little_more() -> None:
+    """What a compile calls for 32 further layers is a small part of what it calls for the first."""
+
+    def calls(layers: int) -> int:
+        model = Stack(in_turn, layers=layers)
+        return sum(function_calls(lambda: shardc.compile(model, X, mesh="dp=2, tp=2", plan=COLUMNS | SMALL)))
+
+    calls(MANY)  # what is found out once
+    assert calls(MANY + 32) < 1.5 * calls(MANY)
 
 
 def test_random_calls_are_numbered_on() -> None:
