@@ -130,15 +130,17 @@ def test_few_layers_are_looked_at(name: str, many: bool) -> None:
     assert program.verify().ok
 
 
-def test_more_layers_take_little_more() -> None:
-    """What a compile calls for 32 further layers is a small part of what it calls for the first."""
+def test_few_layers_take_less() -> None:
+    """Calls of functions, once what is the same for all compiles is there."""
+    model = Stack(in_turn, layers=MANY + 32)
 
-    def calls(layers: int) -> int:
-        model = Stack(in_turn, layers=layers)
+    def calls() -> int:
         return sum(function_calls(lambda: shardc.compile(model, X, mesh="dp=2, tp=2", plan=COLUMNS | SMALL)))
 
-    calls(MANY)  # what is found out once
-    assert calls(MANY + 32) < 1.5 * calls(MANY)
+    calls()
+    by_few = calls()
+    with patch.object(driver, "made_by_layers", lambda *_: None):  # the passes up to `combine` go over few still
+        assert by_few < 0.75 * calls()
 
 
 def test_random_calls_are_numbered_on() -> None:

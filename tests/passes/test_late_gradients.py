@@ -46,6 +46,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "clip": {"mesh": "dp=2, tp=2", **BATCH, "storage": {"zero": 1, "axes": "dp"}, "clip_grad_norm": 0.1},
     "fuse": {"mesh": "tp=2", "fuse": True, **SEQUENCE},
     "master": {"mesh": "tp=2", "precision": {"compute": "bf16", "master": "fp32"}},
+    "microbatches": {"mesh": "dp=2, tp=2", **BATCH, "accumulate": 2},
 }
 
 
@@ -64,12 +65,12 @@ def small(sizes: Sizes, plan: Mapping[str, Any], rows: int = 4) -> shardc.Progra
 
 
 @cache
-def large(name: str, layers: int, *, sequence: bool = False) -> shardc.Program:
+def large(name: str, layers: int, *, sequence: bool = False, microbatches: int = 1) -> shardc.Program:
     """Of the sizes that are measured, on tp=4, on the meta device."""
     sizes = replace(SIZES[name], layers=layers)
     with torch.device("meta"):
         model, ids = sizes.model(), torch.zeros(2 if sizes.gated else 4, sizes.sequence, dtype=torch.long)
-    plan = {"mesh": "tp=4", "params": COLUMNS, "hardware": "h200-nvlink", "fuse": False}
+    plan = {"mesh": "tp=4", "params": COLUMNS, "hardware": "h200-nvlink", "fuse": False, "accumulate": microbatches}
     plan |= SEQUENCE if sequence else {}
     return shardc.compile(model, {"tokens": ids, "targets": ids}, plan=plan)
 
@@ -105,6 +106,15 @@ def test_each_collective_of_backward_has_a_product_beside_it(name: str, sequence
     assert late.predict("h200-nvlink").step_ms < before.predict("h200-nvlink").step_ms
     assert late.memory().peak <= 1.05 * before.memory().peak
     assert same_calls(before.body, late.body) == []
+
+
+def test_products_of_several_microbatches_are_put_off() -> None:
+    """The sums over microbatches are read behind them, where they are returned and where they are reduced."""
+    late = large("llama3-8b-slice", 2, microbatches=2)
+    before = replanned(late, overlap=OFF)
+    assert len(bare(before)) == 4
+    assert not bare(late)
+    assert exposed_ms(late) <= 0.05 * exposed_ms(before)
 
 
 @pytest.mark.sampled(4)

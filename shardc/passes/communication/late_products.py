@@ -36,8 +36,8 @@ from shardc.ir.units import UnequalError
 
 @dataclass(frozen=True)
 class Movable:
-    """`products` may be put off, and the calls that may follow them: nothing else in backward reads either. Backward
-    waits for the `awaited` collectives."""
+    """Of the calls of a microbatch, `products` may be put off, and the calls that may follow them: nothing else of its
+    backward reads either. Backward waits for the `awaited` collectives."""
 
     products: frozenset[fx.Node]
     followers: frozenset[fx.Node]
@@ -45,11 +45,11 @@ class Movable:
 
     @classmethod
     def of(cls, order: Sequence[fx.Node]) -> Movable:
-        products, followers = set[fx.Node](), set[fx.Node]()
+        products, followers, inside = set[fx.Node](), set[fx.Node](), set(order)
         for node in reversed(order):
             if info(node).phase != "bwd" or not node.users:
                 continue
-            if not all(u.op == "output" or u in followers or info(u).phase == "opt" for u in node.users):
+            if not all(u not in inside or u in followers or info(u).phase == "opt" for u in node.users):
                 continue
             if op_name(node.target) in COUNTS and node.target not in EXCHANGES:
                 products.add(node)
