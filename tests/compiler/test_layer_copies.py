@@ -163,6 +163,20 @@ def test_findings_are_told_of_all_layers() -> None:
     assert all(f"and {LAYERS - 4} more" in str(d.also) for d in padded)
 
 
+def test_gathers_are_counted_in_all_layers() -> None:
+    """A finding says how often in all; of a step without a backward it names a layer that is kept."""
+
+    class Gathered(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = in_turn(self, x)
+            return (x * self.scale).square().mean()
+
+    plan = {"params": {"layers.*.down.weight": "tp, -"}, **ROWS}
+    _, program = both(Gathered(in_turn, layers=MANY), SMALL | plan)
+    assert any(" times, " in d.message for d in program.diagnostics)
+
+
 def _one_doubled(model: Stack, x: Tensor) -> Tensor:
     for index, layer in enumerate(model.layers):
         x = layer(x, 2.0 if index == 7 else 1.0)

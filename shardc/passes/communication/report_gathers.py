@@ -29,6 +29,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.provenance import Cause
 from shardc.ir.types import Axes
+from shardc.ir.units import UnequalError
 from shardc.passes.base import Pass, split_of
 from shardc.passes.communication.causes import needs_whole
 from shardc.passes.sharding.casts import narrows
@@ -96,8 +97,16 @@ class ReportGathers(Pass):
             if finding is not None:
                 stopped.add(finding.line)
                 families.setdefault(finding.family, []).append(finding)
+        _refuse_few_layers(graph, [finding for family in families.values() for finding in family])
         graph.diagnostics += [_diagnostic(family) for family in families.values()]
         return graph
+
+
+def _refuse_few_layers(graph: Graph, findings: Sequence[_Finding]) -> None:
+    """Raise UnequalError where something is found in layers of which the graph has few: a diagnostic says how often."""
+    about = [info(node) for finding in findings for node in (finding.op, finding.value)]
+    if any(units.within(name)[0] is not None for units in graph.units for of in about for name in (of.fqn, of.name)):
+        raise UnequalError("what is found in layers is counted")
 
 
 def _gathered(graph: Graph, node: fx.Node) -> _Finding | None:
