@@ -48,6 +48,7 @@ from shardc.ir.graph import Graph
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import fewest_microbatches
 from shardc.ir.program import PlanRecord
+from shardc.ir.units import UnequalError
 from shardc.partition.staged_program import StagedProgram
 from shardc.passes.memory.recompute import Recompute
 from shardc.passes.normalize.limit_experts import LOAD, LimitExperts
@@ -177,17 +178,23 @@ def _compiled(request: Request, plan: Plan, fused_on: str) -> Compiled:
     call = Call(model, request.batch, request.loss)
     tokens = bind_tokens(plan.loss, call) if trains or plan.loss.tokens in call.names else None
     precision, check_finite = bind_precision(plan)
-    with evaluating(model, on=not trains):
-        traced = request.traced or trace(
-            model,
-            micro,
-            request.loss,
-            with_outputs=bool(plan.outputs) if trains else "scalars" if request.kept == "scalars" else True,
-            microbatches=plan.microbatches,
-            weighted=tokens is not None,
-            precision=precision,
-            forward_only=not trains,
-        )
+    weighted = tokens is not None
+
+    def recorded(*, all_layers: bool = False) -> Traced:
+        with evaluating(model, on=not trains):
+            return trace(
+                model,
+                micro,
+                request.loss,
+                with_outputs=bool(plan.outputs) if trains else "scalars" if request.kept == "scalars" else True,
+                microbatches=plan.microbatches,
+                weighted=weighted,
+                precision=precision,
+                forward_only=not trains,
+                all_layers=all_layers,
+            )
+
+    traced = request.traced or recorded()
     read = {i.name for i in traced.inputs if i.role == "input" and i.node.users}
     call.refuse_unread({*read, *([] if plan.loss.tokens is None else [plan.loss.tokens])})
     if not any(output.role == "loss" for output in traced.outputs):
@@ -237,7 +244,10 @@ def _compiled(request: Request, plan: Plan, fused_on: str) -> Compiled:
         record["by_row"] = _by_row(request, call, traced, plan.microbatches)
     if plan.microbatches > 1:
         record["split"] = parts
-    graphs = compile_step(task, options)
+    try:
+        graphs = compile_step(task, options)
+    except UnequalError:  # the layers that were recorded do not tell what all do, after all
+        graphs = compile_step(replace(task, traced=recorded(all_layers=True)), options)
     if asks and plan.microbatches > 1:
         _refuse_divided(request, graphs.reference, plan.microbatches)
     if plan.data.per_rank:

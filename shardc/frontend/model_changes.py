@@ -73,7 +73,7 @@ class CompiledModel:
         self._versions = [version_of(t) for t in self._constants]
         self._variables = [Variables(function) for function in _functions(loss)]
         self._variables_before = [_comparable(variables.items()) for variables in self._variables]
-        modules = model.named_modules()
+        modules = list(model.named_modules())
         attributes: list[tuple[str, Mapping[str, Any]]] = [(f"{n}." if n else "", vars(m)) for n, m in modules]
         attributes += [("loss.", vars(loss))] if isinstance(loss, nn.Module) else []
         recorded = (_plain_of(prefix, items, changed_attributes) for prefix, items in attributes)

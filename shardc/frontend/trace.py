@@ -75,6 +75,7 @@ def trace(
     weighted: bool = False,
     precision: Precision | None = None,
     forward_only: bool = False,
+    all_layers: bool = False,
 ) -> Traced:
     """The joint graph of one training step of `model` in its present mode (train or eval).
 
@@ -86,8 +87,9 @@ def trace(
     `no_grad`: there are no gradients, and a loss only where there is one. `with_outputs` keeps the tensors that the
     model returns, or their scalars.
 
-    Of many equal layers few are recorded (`unrecorded_layers`). Where that fails, forward runs once more, to record
-    all: what it changes then that no `Snapshot` sees (of other modules than the model's, say) is changed twice.
+    Of many equal layers few are recorded (`unrecorded_layers`), unless `all_layers` are. Where that fails, forward
+    runs once more, to record all: what it changes then that no `Snapshot` sees (of other modules than the model's, say)
+    is changed twice.
     """
 
     def traced(unrecorded: Unrecorded) -> Traced:
@@ -97,7 +99,7 @@ def trace(
             _Step(model, call, loss, with_outputs, microbatches, weighted, precision, forward_only, unrecorded)
         )
 
-    if lists := long_lists(model):
+    if not all_layers and (lists := long_lists(model)):
         unrecorded = Unrecorded(lists)
         try:
             with torch_compat.settings_kept():

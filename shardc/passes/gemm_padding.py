@@ -38,6 +38,7 @@ from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD, LINEAR_WGRAD
 from shardc.ir.provenance import NO_CAUSE
 from shardc.ir.types import Atom, TensorType
+from shardc.ir.units import UnequalError
 from shardc.passes.base import Pass
 from shardc.passes.normalize.decompositions.table import HALF
 
@@ -109,6 +110,8 @@ def align(graph: Graph, hardware: Hardware = DEFAULT) -> Graph:
         padded.erase_dead()  # what was turned before it was padded
         if memory(padded).peak <= allowed:
             return padded
+        if graph.units:
+            raise UnequalError("padded products take too much of few layers")
         names = names[: len(names) * 3 // 4]
     return graph
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,15 +16,19 @@ from torch import Tensor, nn
 
 import shardc
 from benchmarks.compile_time import function_calls
-from shardc.compiler import driver, layer_copies
+from shardc.compiler import driver, layer_copies, request
 from shardc.compiler.layer_copies import by_few_layers, made_by_few_layers
+from shardc.frontend import traced
+from shardc.frontend.trace import trace
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.schema import given as arguments
 from shardc.ir.units import UnequalError
 
 LAYERS = 14
 MANY, MORE = 24, 32  # so many that few of them go through all passes, and where weights are gathered
-SMALL: dict[str, Any] = {"bucket": "1KiB"}  # or all gradients of such small layers would travel as one
+# Or all gradients of such small layers would travel as one, and it would hardly matter when they do.
+SLOW = dict.fromkeys(("fp32_flops_per_second", "bf16_flops_per_second"), 1e9)
+SMALL: dict[str, Any] = {"bucket": "1KiB", "hardware": {**SLOW, "collective_start_seconds": 1e-6}}
 WIDTH = 16
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 ROWS = {"inputs": {"*": "dp, -"}}
@@ -70,7 +75,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def both(model: nn.Module, plan: Any, *, trained: bool = False, batch: Any = X) -> tuple[str, shardc.Program]:
     """How far few layers stood for all ("" where all were looked at, "sharded", "body" or "finished"), and the program;
     asserts that it is what it is when all layers are looked at."""
-    taken = [""]
+    taken, normalized = [""], driver.normalized_by_layers
 
     def by_few(few: Callable[..., Any], to: Callable[[Any], str], *args: Any) -> Any:
         try:
@@ -87,6 +92,7 @@ def both(model: nn.Module, plan: Any, *, trained: bool = False, batch: Any = X) 
         with (
             patch.object(driver, "made_by_layers", made if "made" in ways else lambda *_: None),
             patch.object(driver, "sharded_by_layers", sharded if "sharded" in ways else lambda *_: None),
+            patch.object(driver, "normalized_by_layers", normalized if ways else lambda *_: None),
         ):
             optimizer = adam(model) if trained else None
             return shardc.compile(model, batch, mesh="dp=2, tp=2", plan=plan, optimizer=optimizer)
@@ -410,10 +416,36 @@ def test_a_fault_of_few_layers_is_no_fault() -> None:
         raise KeyError("h.3")
 
     programs: list[shardc.Program] = []
-    for where, instead in ((layer_copies, "lengthened"), (driver, "sharded_by_layers")):
-        with patch.object(where, instead, broken if where is layer_copies else lambda *_: None):
+    ways = ("made_by_layers", "sharded_by_layers", "normalized_by_layers")
+    for where, names, instead in ((layer_copies, ("lengthened",), broken), (driver, ways, lambda *_: None)):
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(patch.object(where, name, instead))
             programs.append(shardc.compile(Stack(in_turn), X, mesh="dp=2, tp=2", plan=COLUMNS))
     assert programs[0].to_plain() == programs[1].to_plain()
+
+
+def test_layers_are_recorded_where_few_do_not_tell_what_all_do() -> None:
+    def unequal(*_: Any) -> Any:
+        raise UnequalError("layers")
+
+    model, plan, recorded = Stack(in_turn), COLUMNS, list[bool]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        recorded.append(options["all_layers"])
+        return trace(*args, **options)
+
+    def compiled() -> shardc.Program:
+        return shardc.compile(model, X, mesh="dp=2, tp=2", plan=plan)
+
+    with (
+        patch.object(driver, "normalized_by_layers", lambda *_: None),
+        patch.object(traced, "lengthened", unequal),
+        patch.object(request, "trace", noted),
+    ):
+        program = compiled()
+    assert recorded == [False, True]
+    assert program.to_plain()["body"] == compiled().to_plain()["body"]
 
 
 @st.composite

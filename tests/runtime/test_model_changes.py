@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.frontend.model_changes import CompiledModel
 from shardc.ir.diagnostic import ShardcError
 from tests.trained import MESH, PLAN, batches, made
 
@@ -224,3 +225,15 @@ def test_what_is_a_librarys_is_not_looked_into(library: Any) -> None:
     scope["LEVEL"] = 2.0
     with pytest.warns(UserWarning, match="LEVEL"):
         program.launch().close()
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
+def test_each_kind_of_hook_is_a_change(register: str) -> None:
+    model = Net()
+    compiled = CompiledModel(model)
+    assert compiled.changes() == []
+    getattr(model.b, register)(lambda *_: None)
+    assert compiled.changes()

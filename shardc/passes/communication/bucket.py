@@ -92,11 +92,23 @@ def bucket(graph: Graph, size: int = DEFAULT.bucket_bytes) -> Graph:
             return bucketed
         if allowed is None:
             allowed = memory(graph, listed=False).peak + size
-        if memory(bucketed, listed=False).peak <= allowed:
+        peak = memory(bucketed, listed=False).peak + _padding_of_more_layers(bucketed)
+        if peak <= allowed:
             return bucketed
         if graph.units:
             raise UnequalError("buckets are too large for few layers")
     return graph
+
+
+def _padding_of_more_layers(graph: Graph) -> int:
+    """The bytes by which the flat tensors of layers that the graph is without are larger than their members."""
+    padding = 0
+    for units in graph.units:
+        for pack in graph.calls_of(PACK):
+            if units.within(info(pack).fqn)[0] == units.first:
+                members = sum(type_of(value).local_bytes(graph.mesh) for value in pack.all_input_nodes)
+                padding += len(units.removed) * (type_of(pack).local_bytes(graph.mesh) - members)
+    return padding
 
 
 @dataclass(frozen=True)
