@@ -102,8 +102,8 @@ def made_by_few_layers(
     *,
     both: bool = False,
 ) -> Bodies | None:
-    """The same. Raises UnequalError where layers turn out not to be equal, and ShardcError for what is wrong with few
-    of them. A body that is finished is not made before that, unless `both` are wanted."""
+    """What `made_by_layers` returns. Raises UnequalError where layers turn out not to be equal, and ShardcError for what
+    is wrong with few of them. A body that is finished is not made before that, unless `both` are wanted."""
     if traced is not None and len(traced.units) > 1:
         traced = None
     equal = equal_layers(reference) if traced is None else traced.units[0]
@@ -146,13 +146,13 @@ def sharded_by_layers(
         return None
     try:
         return by_few_layers(reference, bound, options, distribute)
-    except Exception:  # as above
+    except Exception:  # whatever is wrong with few layers, all of them are looked at
         return None
 
 
 def by_few_layers(reference: Graph, bound: Sequence[Bound], options: Options, distribute: Distribute) -> Graph | None:
-    """The same. Raises UnequalError where layers turn out not to be equal, and ShardcError for what is wrong with few
-    of them: of a step's faults all layers are told."""
+    """What `sharded_by_layers` returns. Raises UnequalError where layers turn out not to be equal, and ShardcError for
+    what is wrong with few of them: of a step's faults all layers are told."""
     units = equal_layers(reference)
     if units is None:
         return None

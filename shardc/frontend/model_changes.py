@@ -31,8 +31,7 @@ HINT = "put it back as it was; or trainer.recompile(), which goes on with the mo
 GENERATION = "generation_config"  # of a model of transformers: no step reads how it generates
 _PLAIN = frozenset((bool, int, float, complex, str, type(None)))
 _CONTAINERS = frozenset((list, tuple, set, deque, dict))
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS = frozenset(HOOKS)
+HOOKS = frozenset(("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def _plain_of(prefix: str, items: Mapping[str, Any], changed_attributes: Collect
     keys = tuple(
         key
         for key, value in items.items()
-        if (value if key in _HOOKS else (kind := type(value)) in _PLAIN or (kind in _CONTAINERS and _is_plain(value)))
+        if (value if key in HOOKS else (kind := type(value)) in _PLAIN or (kind in _CONTAINERS and _is_plain(value)))
         and not (changed_attributes and f"{prefix}{key}" in changed_attributes)
     )
     if not keys:

@@ -78,7 +78,7 @@ class Port:
     """One input or output of a graph: its role and the user's name for it."""
 
     role: Role = field(hash=False)
-    name: str  # alone in the hash: it keeps its own, and every step returns tensors by port
+    name: str  # the hash is that of the name, which a string computes once: each step returns tensors by port
     aliases: tuple[str, ...] = field(default=(), hash=False)
     trainable: bool = field(default=True, hash=False)
     parameter: str = field(default="", hash=False)  # of the optimizer's state: the parameter that it belongs to

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from tests.compiler.test_layer_copies import LAYERS, both
+from tests.compiler.stacks import LAYERS, both
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,139 +10,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import shardc
-from benchmarks.compile_time import function_calls
-from shardc.compiler import driver, layer_copies, request
-from shardc.compiler.layer_copies import by_few_layers, made_by_few_layers
-from shardc.frontend import traced
-from shardc.frontend.trace import trace
-from shardc.ir.diagnostic import ShardcError
 from shardc.ir.schema import given as arguments
-from shardc.ir.units import UnequalError
-
-LAYERS = 14
-MANY, MORE = 24, 32  # so many that few of them go through all passes, and where weights are gathered
-# Or all gradients of such small layers would travel as one, and it would hardly matter when they do.
-SLOW = dict.fromkeys(("fp32_flops_per_second", "bf16_flops_per_second"), 1e9)
-SMALL: dict[str, Any] = {"bucket": "1KiB", "hardware": {**SLOW, "collective_start_seconds": 1e-6}}
-WIDTH = 16
-X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
-ROWS = {"inputs": {"*": "dp, -"}}
-UP: dict[str, Any] = {"params": {"layers.*.up.weight": "tp, -"}, **ROWS}
-COLUMNS: dict[str, Any] = {"params": {"layers.*.up.weight": "tp, -", "layers.*.down.weight": "-, tp"}, **ROWS}
-
-
-class Block(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-        return x + scale * self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
-
-
-Run = Callable[["Stack", Tensor], Tensor]
-
-
-class Stack(nn.Module):
-    """Layers, and how they are run."""
-
-    def __init__(self, run: Run, layers: int = LAYERS, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block(dropout) for _ in range(layers)])
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.run = run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x).square().mean()
-
-
-def in_turn(model: Stack, x: Tensor) -> Tensor:
-    for layer in model.layers:
-        x = layer(x)
-    return x
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def both(model: nn.Module, plan: Any, *, trained: bool = False, batch: Any = X) -> tuple[str, shardc.Program]:
-    """How far few layers stood for all ("" where all were looked at, "sharded", "body" or "finished"), and the program;
-    asserts that it is what it is when all layers are looked at."""
-    taken, normalized = [""], driver.normalized_by_layers
-
-    def by_few(few: Callable[..., Any], to: Callable[[Any], str], *args: Any) -> Any:
-        try:
-            made = few(*args)
-        except (UnequalError, ShardcError):  # and nothing else: `made_by_layers` would hide a fault
-            return None
-        if made is not None and not args[0].units:
-            taken.append(to(made))
-        return made
-
-    def compiled(*ways: str) -> shardc.Program:
-        made = partial(by_few, made_by_few_layers, lambda made: "finished" if made.finished else "body")
-        sharded = partial(by_few, by_few_layers, lambda _: "sharded")
-        with (
-            patch.object(driver, "made_by_layers", made if "made" in ways else lambda *_: None),
-            patch.object(driver, "sharded_by_layers", sharded if "sharded" in ways else lambda *_: None),
-            patch.object(driver, "normalized_by_layers", normalized if ways else lambda *_: None),
-        ):
-            optimizer = adam(model) if trained else None
-            return shardc.compile(model, batch, mesh="dp=2, tp=2", plan=plan, optimizer=optimizer)
-
-    whole, ours = compiled(), compiled("made", "sharded")
-    assert ours.to_plain() == whole.to_plain()
-    way = taken[-1]
-    if way in ("body", "finished"):
-        assert compiled("sharded").to_plain() == whole.to_plain()
-    return way, ours
-
-
-# The plan, whether it trains, and how far few of many layers stand for all.
-PLANS: dict[str, tuple[dict[str, Any], bool, str]] = {
-    "tp": (COLUMNS, False, "finished"),
-    "zero-3": (
-        ROWS | {"storage": {"zero": 3, "axes": ["dp"]}, "precision": "bf16", "bucket": "4KiB"},
-        True,
-        "finished",
-    ),
-    "accumulate": (COLUMNS | {"storage": {"zero": 1, "axes": ["dp"]}, "accumulate": 2}, True, "finished"),
-    "budget": (COLUMNS | {"recompute": {"budget": "4KiB"}}, False, "sharded"),
-    "pipeline": (ROWS | {"pipeline": {"axis": "tp", "microbatches": 2}}, False, "body"),
-    "halves": (COLUMNS | {"overlap": {"split": 2}}, False, "finished"),
-    "fuse": (COLUMNS | {"fuse": True}, True, "finished"),
-    "exclude": (COLUMNS | {"fuse": {"exclude": ["layers.3.norm"]}}, False, "body"),
-    "recompute": (COLUMNS | {"recompute": "full"}, False, "finished"),
-    "offload": (COLUMNS | {"offload": {"activations": "all"}}, False, "finished"),
-    "long buckets": (COLUMNS | {"bucket": "25MiB"}, False, "body"),
-    "clip": (COLUMNS | {"clip_grad_norm": 1.0}, True, ""),  # one norm of all gradients
-}
-
-
-@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
-@pytest.mark.parametrize("name", PLANS)
-def test_few_layers_are_looked_at(name: str, many: bool) -> None:
-    plan, trained, way = PLANS[name]
-    layers = (MORE if "storage" in plan else MANY) if many else LAYERS
-    taken, program = both(Stack(in_turn, layers=layers), SMALL | plan, trained=trained)
-    assert taken == (way if many else way and "sharded")
-    assert program.verify().ok
-
-
-def test_few_layers_take_less() -> None:
-    """Calls of functions, once what is the same for all compiles is there."""
-    model = Stack(in_turn, layers=MANY + 32)
-
-    def calls() -> int:
-        return sum(function_calls(lambda: shardc.compile(model, X, mesh="dp=2, tp=2", plan=COLUMNS | SMALL)))
-
-    calls()
-    by_few = calls()
-    with patch.object(driver, "made_by_layers", lambda *_: None):  # the passes up to `combine` go over few still
-        assert by_few < 0.75 * calls()
+from tests.compiler.stacks import (
+    COLUMNS,
+    LAYERS,
+    MANY,
+    ODD,
+    ROWS,
+    SMALL,
+    UP,
+    WIDTH,
+    Block,
+    Run,
+    Stack,
+    both,
+    in_turn,
+)
 
 
 def test_random_calls_are_numbered_on() -> None:
@@ -183,67 +62,6 @@ def test_gathers_are_counted_in_all_layers() -> None:
     assert any(" times, " in d.message for d in program.diagnostics)
 
 
-def _one_doubled(model: Stack, x: Tensor) -> Tensor:
-    for index, layer in enumerate(model.layers):
-        x = layer(x, 2.0 if index == 7 else 1.0)
-    return x
-
-
-def _ever_less(model: Stack, x: Tensor) -> Tensor:
-    for index, layer in enumerate(model.layers):
-        x = layer(x, 1 / (index + 1))
-    return x
-
-
-def _shifted(model: Stack, x: Tensor) -> Tensor:
-    for index, layer in enumerate(model.layers):
-        x = layer(x.roll(index, 1))
-    return x
-
-
-def _from_far(model: Stack, x: Tensor) -> Tensor:
-    before = [x, x, x]
-    for layer in model.layers:
-        before.append(layer(before[-1]) + before[-3])
-    return before[-1]
-
-
-def _all_read(model: Stack, x: Tensor) -> Tensor:
-    outputs: list[Tensor] = []
-    for layer in model.layers:
-        x = layer(x)
-        outputs.append(x)
-    return torch.stack(outputs)
-
-
-def _one_scale(model: Stack, x: Tensor) -> Tensor:
-    for layer in model.layers:
-        x = layer(x, model.scale)
-    return x
-
-
-def _first_again(model: Stack, x: Tensor) -> Tensor:
-    first = model.layers[0](x)
-    for layer in model.layers[1:]:
-        x = layer(x) + first
-    return x
-
-
-def _backwards(model: Stack, x: Tensor) -> Tensor:
-    for layer in reversed(model.layers):
-        x = layer(x)
-    return x
-
-
-def _one_twice(model: Stack, x: Tensor) -> Tensor:
-    for index, layer in enumerate(model.layers):
-        x = layer(layer(x)) if index == 6 else layer(x)
-    return x
-
-
-ODD = [_one_doubled, _ever_less, _shifted, _from_far, _all_read, _one_scale, _first_again, _backwards, _one_twice]
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", ODD, ids=lambda run: run.__name__.strip("_"))
 def test_layers_that_are_not_equal_are_all_looked_at(run: Run) -> None:
@@ -251,12 +69,13 @@ def test_layers_that_are_not_equal_are_all_looked_at(run: Run) -> None:
     assert program.verify().ok
 
 
+@pytest.mark.parametrize("layers", [LAYERS, MANY])
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "placed"])
-def test_one_layer_that_differs_is_seen(frozen: bool) -> None:
-    model = Stack(in_turn)
-    model.layers[6].requires_grad_(not frozen)
-    other = COLUMNS if frozen else {"params": {"layers.6.up.weight": "-, -", **COLUMNS["params"]}, **ROWS}
-    taken, program = both(model, other)
+def test_one_layer_that_differs_is_seen(frozen: bool, layers: int) -> None:
+    model = Stack(in_turn, layers=layers)
+    model.layers[layers // 2 - 1].requires_grad_(not frozen)
+    other = {f"layers.{layers // 2 - 1}.up.weight": "-, -", **COLUMNS["params"]}
+    taken, program = both(model, COLUMNS if frozen else {"params": other, **ROWS})
     assert not taken
     assert program.verify().ok
 
@@ -407,45 +226,6 @@ def test_gradients_that_are_one_value() -> None:
 
     both(Summed(), COLUMNS)
     both(Summed(), COLUMNS, trained=True)
-
-
-def test_a_fault_of_few_layers_is_no_fault() -> None:
-    """Whatever goes wrong with few of them, all layers are looked at."""
-
-    def broken(*_: Any) -> Any:
-        raise KeyError("h.3")
-
-    programs: list[shardc.Program] = []
-    ways = ("made_by_layers", "sharded_by_layers", "normalized_by_layers")
-    for where, names, instead in ((layer_copies, ("lengthened",), broken), (driver, ways, lambda *_: None)):
-        with ExitStack() as stack:
-            for name in names:
-                stack.enter_context(patch.object(where, name, instead))
-            programs.append(shardc.compile(Stack(in_turn), X, mesh="dp=2, tp=2", plan=COLUMNS))
-    assert programs[0].to_plain() == programs[1].to_plain()
-
-
-def test_layers_are_recorded_where_few_do_not_tell_what_all_do() -> None:
-    def unequal(*_: Any) -> Any:
-        raise UnequalError("layers")
-
-    model, plan, recorded = Stack(in_turn), COLUMNS, list[bool]()
-
-    def noted(*args: Any, **options: Any) -> Any:
-        recorded.append(options["all_layers"])
-        return trace(*args, **options)
-
-    def compiled() -> shardc.Program:
-        return shardc.compile(model, X, mesh="dp=2, tp=2", plan=plan)
-
-    with (
-        patch.object(driver, "normalized_by_layers", lambda *_: None),
-        patch.object(traced, "lengthened", unequal),
-        patch.object(request, "trace", noted),
-    ):
-        program = compiled()
-    assert recorded == [False, True]
-    assert program.to_plain()["body"] == compiled().to_plain()["body"]
 
 
 @st.composite

@@ -23,7 +23,7 @@ def allowed(index: torch.Tensor, low: int, size: int, ignored: int | None) -> to
 
 
 def _check_index(index: torch.Tensor, size: int, ignored: int | None = None) -> torch.Tensor:
-    if index.is_cpu and index.numel():  # two numbers tell, where none is the ignored value
+    if index.is_cpu and index.numel():  # where the least and the most are in range, all are
         low, high = torch.aminmax(index.long())
         if low.item() >= 0 and high.item() < size:
             return index.clone()

@@ -123,9 +123,10 @@ class Assignment:
         return taken
 
     def _lent(self, groups: Sequence[_Group]) -> set[fx.Node]:
-        """Which products groups lend to the next one. If all groups were equal, what one lends is what it borrows: it
-        lends what it would take of an equal one before it, where less is exposed then. It lends less where the one
-        before lends it so little that more of its collectives would have no product."""
+        """Which products groups lend to the next one, instead of taking them. A group with a long collective before
+        its first product takes one of the group before, and lends one of its own to the next, which is like it: so it
+        lends what it would take of an equal group before it, where less is exposed then. It lends less where the group
+        before is another, lends it less, and more of its collectives would have no product."""
         lent, last = set[fx.Node](), list[fx.Node]()
         for group in groups[:-1]:
             like = min(

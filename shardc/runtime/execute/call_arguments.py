@@ -3,8 +3,7 @@
     add.out(Slot(3), 0.5, out=Slot(1))        env[3], 0.5, out=env[1]
 
 Beside slots a template holds `Viewed`, a view of a slot's tensor, `Made`, a value that is made of all slots, and
-`ALL_SLOTS`. Lists, tuples and dicts of a
-template may hold any of them.
+`ALL_SLOTS`. Lists, tuples and dicts of a template may hold any of them.
 """
 
 from __future__ import annotations
