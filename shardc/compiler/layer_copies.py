@@ -27,7 +27,7 @@ from shardc.ir.overlap_schedule import AHEAD
 from shardc.ir.units import UnequalError, Units
 from shardc.passes.base import Pass
 from shardc.passes.communication.combine import Combine
-from shardc.passes.communication.prefetch import Prefetch
+from shardc.passes.communication.prefetch import Prefetch, gathers_weights
 from shardc.passes.communication.split_batch import SplitBatch
 from shardc.passes.context.divide_attention import Divided
 from shardc.passes.normalize.normalize import Normalize
@@ -102,14 +102,15 @@ def made_by_few_layers(
     *,
     both: bool = False,
 ) -> Bodies | None:
-    """What `made_by_layers` returns. Raises UnequalError where layers turn out not to be equal, and ShardcError for what
-    is wrong with few of them. A body that is finished is not made before that, unless `both` are wanted."""
+    """What `made_by_layers` returns. Raises UnequalError where layers turn out not to be equal, and ShardcError for
+    what is wrong with few of them. A body that is finished is not made before that, unless `both` are wanted."""
     if traced is not None and len(traced.units) > 1:
         traced = None
     equal = equal_layers(reference) if traced is None else traced.units[0]
     if equal is None or options.recompute.mode == "budget":  # which all layers share
         return None
-    units = equal.narrowed(*(FAR if options.store.zero or options.store.bound else NEAR))
+    is_far = bool(options.store.zero or options.store.bound)
+    units = equal.narrowed(*(FAR if is_far else NEAR))
     if len(units.removed) < LEAST:
         units, finish = equal.narrowed(*NEAR), None
     if len(units.removed) < LEAST:
@@ -123,6 +124,8 @@ def made_by_few_layers(
     if made is None:
         body = distribute(short, kept, few)
         made = Bodies(body, None if finish is None else _unless_unequal(finish, body.copy(), few))
+    if made.finished is not None and not is_far and gathers_weights(made.finished):
+        made = replace(made, finished=None)
     of_all = partial(_of_all, reference=reference, units=units, options=options)
     finished = None if made.finished is None else _unless_unequal(of_all, made.finished, last=Prefetch())
     whole = of_all(made.body, last=SplitBatch()) if made.body is not None and (both or finished is None) else None

@@ -70,3 +70,10 @@ def weights_of(graph: Graph) -> set[fx.Node]:
         if is_compute and sources and weights.issuperset(sources) and info(node).phase != "opt":
             weights.add(node)
     return weights
+
+
+def gathers_weights(graph: Graph) -> bool:
+    """Does a microbatch gather parameters, which it may do ahead of their use?"""
+    weights = weights_of(graph)
+    gathers = (node for node in graph.calls() if KINDS.get(op_name(node.target)) == "all_gather")
+    return any(info(node).phase != "opt" and not weights.isdisjoint(operands(node)) for node in gathers)
