@@ -104,7 +104,7 @@ def made_by_few_layers(
 ) -> Bodies | None:
     """What `made_by_layers` returns. Raises UnequalError where layers turn out not to be equal, and ShardcError for
     what is wrong with few of them. A body that is finished is not made before that, unless `both` are wanted."""
-    if traced is not None and len(traced.units) > 1:
+    if traced is not None and len(traced.units) != 1:  # others are found in the whole
         traced = None
     equal = equal_layers(reference) if traced is None else traced.units[0]
     if equal is None or options.recompute.mode == "budget":  # which all layers share
