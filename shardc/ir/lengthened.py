@@ -325,7 +325,8 @@ class _Kept:
         if kind is fx.Node:
             unit = self.view.unit.get(x)
             if self.place < 0:
-                if unit in (self.of.units.first, self.of.units.last):
+                ends, place = (self.of.units.first, self.of.units.last), self.of.places.get(x)
+                if unit in ends or (place is not None and self.of.blocks.unit(place) != unit):
                     raise UnequalError(f"{info(x).name} is read outside of its layer and the next")
                 return False
             return unit is not None and self._as_far(unit) != self.of.place_of(x)
