@@ -132,7 +132,7 @@ def _references(task: Task, options: Options) -> tuple[Graph, Graph | None]:
     """The step on one device; and with few of its equal layers, where no more is known of one than of another."""
     plan, placed = task.plan, task.placed
     by_layers = _normalized_by_layers(task.traced, placed, options)
-    reference, few = by_layers or (_normalized(ingest(task.traced, placed), options), None)
+    reference, few = by_layers or (single_device(task.traced, placed, options), None)
     few = few if task.updates is None else None  # which may be other ones in each layer
     made: list[Graph] = []
     for graph in filter(None, (reference, few)):
