@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -178,23 +179,12 @@ def _compiled(request: Request, plan: Plan, fused_on: str) -> Compiled:
     call = Call(model, request.batch, request.loss)
     tokens = bind_tokens(plan.loss, call) if trains or plan.loss.tokens in call.names else None
     precision, check_finite = bind_precision(plan)
-    weighted = tokens is not None
-
-    def recorded(*, all_layers: bool = False) -> Traced:
-        with evaluating(model, on=not trains):
-            return trace(
-                model,
-                micro,
-                request.loss,
-                with_outputs=bool(plan.outputs) if trains else "scalars" if request.kept == "scalars" else True,
-                microbatches=plan.microbatches,
-                weighted=weighted,
-                precision=precision,
-                forward_only=not trains,
-                all_layers=all_layers,
-            )
-
-    traced = request.traced or recorded()
+    kept = bool(plan.outputs) if trains else "scalars" if request.kept == "scalars" else True
+    many, weighted = plan.microbatches, tokens is not None
+    form: dict[str, Any] = {"with_outputs": kept, "microbatches": many, "weighted": weighted, "precision": precision}
+    record_step = partial(trace, model, micro, request.loss, **form, forward_only=not trains)
+    with evaluating(model, on=not trains):
+        traced = request.traced or record_step()
     read = {i.name for i in traced.inputs if i.role == "input" and i.node.users}
     call.refuse_unread({*read, *([] if plan.loss.tokens is None else [plan.loss.tokens])})
     if not any(output.role == "loss" for output in traced.outputs):
@@ -247,7 +237,9 @@ def _compiled(request: Request, plan: Plan, fused_on: str) -> Compiled:
     try:
         graphs = compile_step(task, options)
     except UnequalError:  # the layers that were recorded do not tell what all do, after all
-        graphs = compile_step(replace(task, traced=recorded(all_layers=True)), options)
+        with evaluating(model, on=not trains):
+            traced = record_step(all_layers=True)
+        graphs = compile_step(replace(task, traced=traced), options)
     if asks and plan.microbatches > 1:
         _refuse_divided(request, graphs.reference, plan.microbatches)
     if plan.data.per_rank:

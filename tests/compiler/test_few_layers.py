@@ -83,7 +83,7 @@ def test_layers_are_recorded_where_few_do_not_tell_what_all_do() -> None:
     model, plan, recorded = Stack(in_turn), COLUMNS, list[bool]()
 
     def noted(*args: Any, **options: Any) -> Any:
-        recorded.append(options["all_layers"])
+        recorded.append(options.get("all_layers", False))
         return trace(*args, **options)
 
     def compiled() -> shardc.Program:
