@@ -20,6 +20,7 @@ from shardc.ir.collectives import KINDS
 from shardc.ir.graph import info, op_name
 from shardc.ir.overlap_schedule import sums_gradients
 from shardc.ir.parse import parse
+from shardc.ir.units import UnequalError, Units
 from shardc.ir.verify import violations
 from shardc.passes.communication import late_gradients
 from shardc.passes.communication.late_gradients import LateGradients
@@ -218,3 +219,16 @@ def test_what_is_held_is_bounded() -> None:
     assert _order(text, growth=-0.5) == order
     assert _order(text, growth=1.0) != order
     assert memory(LateGradients(growth=0.05).run(parse(text))).peak <= 1.05 * memory(graph).peak
+
+
+def test_few_layers_do_not_decide_between_orders_that_take_about_as_long() -> None:
+    short, whole = (parse(TWO.replace("SCALED", "%dw")) for _ in range(2))
+    short.units = (Units("layers", 1, 2, 30),)
+    is_less = late_gradients._is_less  # pyright: ignore[reportPrivateUsage]
+    assert is_less(whole, 0.9995, 1.0)
+    assert not is_less(whole, 1.0 - 1e-12, 1.0), "what is rounded is no gain"
+    assert is_less(short, 0.99, 1.0)
+    assert not is_less(short, 1.0, 1.0)
+    for later in (0.9995, 1.0005):
+        with pytest.raises(UnequalError):
+            is_less(short, later, 1.0)
