@@ -7,6 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import shardc
 from benchmarks.compile_time import function_calls
@@ -45,6 +47,34 @@ def test_few_layers_are_looked_at(name: str, many: bool) -> None:
     taken, program = both(Stack(in_turn, layers=layers), SMALL | plan, trained=trained)
     assert taken == (way if many else way and "sharded")
     assert program.verify().ok
+
+
+class UnevenBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 9), nn.Linear(9, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Uneven(nn.Module):
+    """Layers whose gradients are padded where they travel together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([UnevenBlock() for _ in range(40)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_buckets_are_bounded_in_all_layers() -> None:
+    """What they are padded by grows with the layers: of few it is within the bound, of all it is not."""
+    taken, _ = both(Uneven(), ROWS | {"bucket": "1KiB"}, trained=True, batch=torch.randn(15, 16))
+    assert taken == "body"
 
 
 def test_few_layers_take_less() -> None:
