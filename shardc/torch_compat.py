@@ -1545,6 +1545,11 @@ def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(into), list(given))
 
 
+def wide_norms(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each tensor in float64, without a copy of it, in as few kernels as torch has for it."""
+    return torch._foreach_norm([x.detach() for x in xs], 2, torch.float64)
+
+
 def fused_adamw(
     w: Tensor,
     g: Tensor,

@@ -34,6 +34,7 @@ from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
+from shardc.passes.join_squares import JoinSquares
 from shardc.passes.memory.offload import Offload
 from shardc.passes.memory.offload_states import OffloadStates
 from shardc.passes.memory.recompute import Recompute
@@ -138,6 +139,7 @@ def call_passes(options: Options) -> list[Pass]:
     """The passes over what a rank runs that leave single calls, in order: over its body, or each graph of each of its
     pipeline stages."""
     return [
+        JoinSquares(),
         options.align,
         Overlap(options.hardware),
         options.late,

@@ -73,6 +73,6 @@ REDUCTIONS = frozenset(
         *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
         *("native_batch_norm", "native_batch_norm_backward", "_softmax", "_log_softmax", "_softmax_backward_data"),
         *("_log_softmax_backward_data", "any", "all", "logsumexp", "shardc.sum_of_squares", "embedding_dense_backward"),
-        *("cumsum", "nll_loss_forward", "shardc.sum_heads"),
+        *("shardc.total_of_squares", "cumsum", "nll_loss_forward", "shardc.sum_heads"),
     )
 )

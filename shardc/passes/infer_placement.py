@@ -42,6 +42,7 @@ from shardc.ir.ops.linear import LINEAR, LINEAR_DGRAD
 from shardc.ir.ops.local import told
 from shardc.ir.ops.pick import PICK_ROWS, PLACE_ROWS
 from shardc.ir.ops.scan_parts import SCAN_PART
+from shardc.ir.ops.squares import TOTAL_OF_SQUARES
 from shardc.ir.ops.take import ADD_ROWS, TAKE_ROWS
 from shardc.ir.schema import given, schema_of
 from shardc.ir.types import Atom, Axes, TensorType, local_size
@@ -496,6 +497,21 @@ def _packed(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh
     return [] if along <= set(after.axes) else [f"packs what lies over {sorted(along)} as {after}"]
 
 
+def _squared(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """What each tensor lies over is what its squares are pending over; all count alike."""
+    after = result_types[0]
+    assert after is not None
+    for value in operands(node):
+        type = type_of(value)
+        if type.partial:
+            return [f"squares what is pending: {_listed(type.partial)}"]
+        if any(isinstance(atom.size, Blocks) and atom.size.copied for atom in type.atoms):
+            return [f"counts the copies of {type}"]
+        if {*after.partial} != {(axis, "sum") for axis in type.axes}:
+            return [f"adds up squares of what lies over {sorted(type.axes)}, the result says {after}"]
+    return []
+
+
 def _unpacked(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
     """Each member is its operand of the `pack` after the collective between the two."""
     flat = operands(node)[0]
@@ -611,6 +627,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     local.axis_offset: _offset,
     PACK: _packed,
     UNPACK: _unpacked,
+    TOTAL_OF_SQUARES: _squared,
     **dict.fromkeys(SAME, _unchanged),
     **dict.fromkeys(KERNELS, _kernel),
 }

@@ -384,6 +384,7 @@ PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "align": (same_interface, collectives_in_order),
     "overlap": (same_interface, same_calls),
     "late_gradients": (same_interface, same_calls),
+    "join_squares": (same_interface,),
     "sum_products": (same_interface,),
     "decompose": (same_interface,),
     "bucket": (same_interface,),

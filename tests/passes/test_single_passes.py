@@ -52,6 +52,7 @@ from shardc.passes.context.merge_keys import MergeKeys
 from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
+from shardc.passes.join_squares import JoinSquares
 from shardc.passes.memory.offload import Offload
 from shardc.passes.memory.offload_states import OffloadStates
 from shardc.passes.memory.recompute import Recompute
@@ -145,6 +146,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "online_softmax": OnlineSoftmax,
     "pack_parts": PackParts,
     "split_batch": SplitBatch,
+    "join_squares": JoinSquares,
     "align": Align,
     "overlap": Overlap,
     "late_gradients": LateGradients,

@@ -113,7 +113,7 @@ FLOORS: list[dict[str, str]] = [
             fusion.lowering.lowering_cache
             fusion.lowering.padding fusion.lowering.quotients fusion.lowering.reductions fusion.lowering.softmaxes
             fusion.lowering.special fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types
-            kernel_rows memory
+            join_squares kernel_rows memory
             memory.copy_schedule memory.offload memory.offload_states memory.recompute memory.recompute_choice
             memory.recompute_liveness memory.rerun_cost merge_updates normalize normalize.affine_positions
             normalize.decompositions normalize.decompositions.batch_norm normalize.decompositions.canonical

@@ -128,12 +128,17 @@ def _misfits(port: Port, value: torch.Tensor, type: TensorType, any_float: bool)
         )
         hint = "pass tensors of the sample batch's shapes, or compile again with this batch"
         return [Diagnostic("SC501", message, tensor=port.name, hint=hint)]
-    loose = any_float and value.dtype.is_floating_point and type.dtype.is_floating_point
+    alike = value.dtype.is_complex == type.dtype.is_complex
+    loose = any_float and alike and _is_inexact(value.dtype) and _is_inexact(type.dtype)
     if value.dtype != type.dtype and not loose:
         value_dtype, port_dtype = (DTYPE_NAMES.get(d, str(d)) for d in (value.dtype, type.dtype))
         message = f"{port.role} '{port.name}' has dtype {value_dtype}, the program was compiled for {port_dtype}"
         return [Diagnostic("SC501", message, tensor=port.name, hint="cast it, or compile again with this batch")]
     return []
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 @torch.no_grad()

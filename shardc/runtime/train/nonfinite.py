@@ -6,11 +6,14 @@ the squares of each gradient, which the global norm is made of: their sums are t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
+from torch import fx
+
 from shardc.ir.diagnostic import ShardcError, error
-from shardc.ir.graph import Graph, Port, info
+from shardc.ir.graph import Graph, Port, type_of
+from shardc.ir.ops.squares import TOTAL_OF_SQUARES
+from shardc.ir.schema import given
 
 SHOWN = 5  # names in a message
 
@@ -22,8 +25,14 @@ def probe(body: Graph, params: Iterable[str] | None = None) -> Graph:
     """
     copy = body.copy()
     known = {port.name for port in body.inputs if port.role == "param"} if params is None else set(params)
-    named = ((re.fullmatch(r"opt\.(.+)\.norm\.sum_of_squares", info(node).name), node) for node in copy.calls())
-    squares = {match[1]: node for match, node in named if match is not None and match[1] in known}
+    squares: dict[str, fx.Node] = {}
+    for total in copy.calls_of(TOTAL_OF_SQUARES):
+        args = given(total)
+        for gradient, name in zip(args["xs"], args["of"], strict=True):
+            if name in known:
+                with copy.fx.inserting_before(total):
+                    alone = copy.call(TOTAL_OF_SQUARES, ([gradient], [name]), like=total, type=type_of(total))
+                squares[name] = alone
     copy.outputs = tuple(Port("output", name) for name in squares)
     copy.output_node.args = (tuple(squares.values()),)
     copy.erase_dead()
