@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.compiler import pass_pipeline
 from shardc.ir.graph import info, op_name, operands, type_of
 from shardc.ir.ops.squares import SUM_OF_SQUARES, TOTAL_OF_SQUARES
 from shardc.ir.parse import parse
@@ -131,7 +130,3 @@ def test_other_parameters(dtypes: tuple[torch.dtype, ...]) -> None:
     (call,) = program.body.calls_of(TOTAL_OF_SQUARES)
     assert [type_of(value).dtype.is_complex for value in operands(call)] == [False] * len(dtypes)
     assert program.verify().ok
-
-
-def test_it_is_a_pass_of_every_rank() -> None:
-    assert [pass_.name for pass_ in pass_pipeline.call_passes(pass_pipeline.Options())][0] == "join_squares"
