@@ -137,7 +137,7 @@ def compiled_program(
 ) -> shardc.Program:
     inputs = {name: rows_over_dp(value) for name, value in batch.items() if is_by_rows(name, value)}
     plan = {"mesh": mesh, "inputs": inputs, "params": placements(model, mesh), "bucket": False}
-    return shardc.compile(model, batch, plan=cast(Any, plan), loss=loss)
+    return shardc.compile(model, batch, plan=cast(Any, plan), loss=loss, cache=False)
 
 
 def is_by_rows(name: str, value: Tensor) -> bool:

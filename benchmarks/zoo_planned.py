@@ -56,7 +56,7 @@ def plan_and_verify(entry: Entry) -> Iterable[Line]:
                 "best": str(ranking.best.candidate),
                 "considered": ranking.considered,
             }
-            program = shardc.compile(model, batch, plan=ranking.best.plan, loss=loss)
+            program = shardc.compile(model, batch, plan=ranking.best.plan, loss=loss, cache=False)
             planned["predicted_ms"] = round(program.predict(HARDWARE).step_ms, 4)
             yield line | {"kept": kept} | planned | verified(program)
         except ShardcError as refused:

@@ -33,7 +33,7 @@ def compiled(setting: Setting, mesh: str, plan: Mapping[str, Any]) -> shardc.Pro
     precision = {"precision": {"compute": WORDS[setting.dtype]}} if setting.master else {}
     with setting.switch.active():
         whole = {**plan, **precision, **setting.switch.plan}
-        return shardc.compile(model, sample, mesh=mesh, plan=whole, optimizer=optimizer)
+        return shardc.compile(model, sample, mesh=mesh, plan=whole, optimizer=optimizer, cache=False)
 
 
 def ours(setting: Setting, mesh: str, plan: Mapping[str, Any], graphs: bool = False) -> Run:

@@ -17,11 +17,11 @@ _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 def cache(*, clear: bool, as_json: bool) -> None:
     folder = Folder.of_environment()
-    if folder is None:
+    if isinstance(folder, str):
         if as_json:
-            write_json({"folder": None})
+            write_json({"folder": None, "reason": folder})
         else:
-            typer.echo("the cache is off: SHARDC_CACHE=on switches it on, or SHARDC_CACHE=FOLDER")
+            typer.echo(folder)
         return
     deleted = folder.clear() if clear else None
     entries, refused = folder.entries(), folder.refused()

@@ -309,7 +309,8 @@ def _show_rank(program: Program, rank: int, module_filter: str | None, fold: boo
 
 
 def _summary(program: Program) -> list[RenderableType]:
-    return pipeline_summary(program) if program.staged.axis else summary(program)
+    lines = pipeline_summary(program) if program.staged.axis else summary(program)
+    return [*lines, "from the disk, as it was compiled before"] if program.cached == "hit" else lines
 
 
 def _graphs(program: Program) -> list[Graph]:

@@ -42,6 +42,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from torch import Tensor
 
 from shardc.frontend.function_caches import CACHE, Cache
+from shardc.frontend.watched_calls import really
 
 ABSENT = object()
 CONTAINERS = (list, set, deque, dict, OrderedDict, defaultdict, Counter)
@@ -142,13 +143,13 @@ class Variables:
     named = True
 
     def __init__(self, function: FunctionType) -> None:
-        names = function.__code__.co_freevars
-        self._cells: dict[str, CellType] = dict(zip(names, function.__closure__ or (), strict=True))
+        code = really(function).__code__
+        self._cells: dict[str, CellType] = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         self._globals = function.__globals__
         library = _package(function) in _LIBRARIES
         self._names = [
             name
-            for name in function.__code__.co_names
+            for name in code.co_names
             if name not in self._globals  # most are names of attributes; a step may make one of them a global
             or (_changes(value := self._globals[name]) and not (library and _is_installed(value)))
         ]

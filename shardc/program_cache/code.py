@@ -40,17 +40,18 @@ from shardc.program_cache.origins import (
 )
 from shardc.torch_compat import is_op
 
-_UNREAD = frozenset(
-    {
-        *("__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl", "__slots__", "__doc__"),
-        *("__dataclass_fields__", "__dataclass_params__", "__parameters__", "__orig_bases__"),
-        *("__module__", "__qualname__", "__firstlineno__", "__static_attributes__", "__classcell__"),
-        *("__annotate__", "__annotate_func__", "__annotations_cache__"),
-        "_autograd_function_id",  # the next number of a process
-    }
-)
-
-
+_UNREAD = {
+    *("__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl", "__slots__", "__doc__"),
+    *("__dataclass_fields__", "__dataclass_params__", "__parameters__", "__orig_bases__"),
+    *("__module__", "__qualname__", "__firstlineno__", "__static_attributes__", "__classcell__"),
+    *("__annotate__", "__annotate_func__", "__annotations_cache__"),
+    "_autograd_function_id",  # the next number of a process
+}
+# What pydantic computes of a class's fields and methods, which count.
+_OF_PYDANTIC = {
+    *("__pydantic_validator__", "__pydantic_serializer__", "__pydantic_core_schema__", "__pydantic_decorators__"),
+    *("__pydantic_parent_namespace__", "__pydantic_setattr_handlers__", "__signature__"),
+}
 _SET = "the order of a set"
 _OF_MODULES = {"__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__spec__", "__path__"}
 
@@ -63,7 +64,7 @@ class Code:
         self.fingerprint = Fingerprint(self.refer, forms)
         self.libraries = Libraries(self.fingerprint, self.refer)
         self.files: set[str] = set()  # of users, whose contents count
-        self.unknown: dict[int, CodeType] = {}  # of methods that no live code names, and whose reads are not known
+        self.unknown: dict[int, FunctionType] = {}  # methods that no live code names, and whose reads are not known
         self._constructors = constructors
         self._numbers: dict[int, tuple[int, object]] = {}
         self._todo: deque[tuple[Any, bool]] = deque()
@@ -77,9 +78,13 @@ class Code:
 
     def refer(self, value: Any) -> None:
         """Write a function, a class or a module down, and queue what it does. Raises UncacheableError for a class whose
-        objects are something else each time."""
+        objects are something else each time, and for a function of a library that returns something else."""
         if isinstance(value, type) and is_impure(value.__module__, value.__qualname__):
             raise self.fingerprint.refusal(value, f"is {value.__module__}.{value.__qualname__}, of clocks or files")
+        if isinstance(value, FunctionType) and is_library_code(value):
+            module = str(value.__globals__.get("__name__", ""))
+            if is_impure(module, value.__qualname__):
+                raise UncacheableError(f"{module}.{value.__qualname__} may return something else each time")
         known = self._numbers.get(id(value))
         if known is not None:
             self.fingerprint.token("known", known[0])
@@ -105,7 +110,8 @@ class Code:
             try:
                 self.fingerprint.refuse_orders((*_names_of(function.__code__)[0], *function.__code__.co_freevars))
             except UncacheableError:
-                self.unknown[id(function.__code__)] = function.__code__
+                self.unknown[id(function)] = function
+        self.libraries.count_files()
         for path in sorted(self.files):
             self.fingerprint.token(path, _text_of(path))
         return self.fingerprint.digest
@@ -133,7 +139,7 @@ class Code:
         try:
             self._function(function)
         except UncacheableError:
-            self.unknown[id(function.__code__)] = function.__code__
+            self.unknown[id(function)] = function
             self.fingerprint.token("unknown")
             self.fingerprint.forget(mark)  # the next that reads such a value, or such a name, is refused too
             for table, size in zip(tables, sizes, strict=True):
@@ -144,10 +150,7 @@ class Code:
     # ------------------------------------------------------------------ functions
     def _function(self, function: FunctionType) -> None:
         if is_library_code(function):
-            module = str(function.__globals__.get("__name__", ""))
-            if is_impure(module, function.__qualname__):
-                raise UncacheableError(f"{module}.{function.__qualname__} may return something else each time")
-            self.libraries.refer(module)
+            self.libraries.refer(str(function.__globals__.get("__name__", "")))
             self.libraries.form(function)
             for cell in function.__closure__ or ():  # of a library's decorator: the user's function within
                 self.fingerprint.add(_content(cell), function.__qualname__)
@@ -192,10 +195,12 @@ class Code:
             token("cell", name)
             add(_content(cell), f"{label}.{name}")
         names, read = _names_of(function.__code__)
-        if refused := IMPURE_NAMES.intersection(names):
+        is_hash = function.__code__.co_name == "__hash__"
+        if refused := IMPURE_NAMES.intersection(names) - ({"__hash__"} if is_hash else set()):
             raise UncacheableError(f"{label} asks for {min(refused)}, which leads anywhere")
         for name in read:
-            self._global(function, name, label, names)
+            if not (is_hash and name == "hash"):  # whose result is seen by those alone who ask for a hash
+                self._global(function, name, label, names)
         self._speak((*names, *function.__code__.co_freevars))
 
     def _global(self, function: FunctionType, name: str, label: str, names: Iterable[str]) -> None:
@@ -254,7 +259,7 @@ class Code:
         self._refuse_compiled(sys.modules.get(cls.__module__))
         self.fingerprint.token(cls.__module__)
         for name, value in vars(cls).items():
-            if name in _UNREAD:
+            if name in _UNREAD or (name in _OF_PYDANTIC and type(cls).__module__.startswith("pydantic.")):
                 continue
             self.fingerprint.token(name)
             functions = list(functions_in(value))
@@ -265,7 +270,8 @@ class Code:
 
     def _method(self, cls: type, name: str, function: FunctionType) -> None:
         if is_library_code(function):
-            self.refer(function)
+            if name != "__hash__":  # which nobody sees the result of
+                self.refer(function)
             return
         self._idly(function)
         if not self._is_idle and self._may_run(cls, name):

@@ -15,18 +15,32 @@ import enum
 import functools
 import hashlib
 import logging
+import pathlib
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from shardc.frontend.function_caches import CACHE
-from shardc.program_cache.origins import IMPURE, OF_PROCESS, UncacheableError, is_library_module, is_written_in_python
+from shardc.program_cache.origins import (
+    IMPURE,
+    OF_DISK,
+    OF_PROCESS,
+    UncacheableError,
+    is_library_module,
+    is_written_in_python,
+)
 from shardc.torch_compat import is_op, storage_id, version_of
+
+
+class _Named(NamedTuple):
+    field: int
+
 
 _TEXTS = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range, slice),
@@ -41,6 +55,8 @@ _DESCRIPTORS = (
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodWrapperType),
 )
+_FIELD = type(vars(_Named)["field"])  # where in its tuple a named field is
+_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
 _FUNCTIONS = (types.FunctionType, type, types.ModuleType)
 _OF_ENUMS = ("__objclass__", "_sort_order_", "_name_")
 _SPACES = ("aten", "prims", "prim", "shardc")  # of ops whose code is that of torch or of shardc
@@ -66,9 +82,8 @@ class Fingerprint:
         return hashlib.sha256("\0".join(self._parts).encode("utf-8", "surrogatepass")).hexdigest()
 
     def token(self, *texts: object) -> None:
-        """Texts that stand for themselves. A length before each tells where it ends."""
-        for text in map(str, texts):
-            self._parts.append(f"{len(text)}:{text}")
+        """Texts that stand for themselves, and other values as they print themselves."""
+        self._parts.append(repr(texts))
 
     def met(self, value: object) -> bool:
         """Whether a value was met before, which is then written down; else it is from now on."""
@@ -200,8 +215,24 @@ class Fingerprint:
             self.token("descriptor", value.__objclass__.__module__, value.__qualname__)
         elif is_op(value):
             self.op(value)
+        elif kind is _FIELD:
+            self.token("field", value.__reduce__()[1][0])
+        elif isinstance(value, numpy.ndarray | numpy.generic | numpy.dtype):
+            self._array(value, kind)
+        elif kind in _PATHS:
+            self.token("path", kind.__qualname__, value)
+            self._orders.append((OF_DISK, self.refusal(value, "is a path, and code of a user may ask the disk for it")))
         else:
             self._object(value, kind)
+
+    def _array(self, value: Any, kind: type) -> None:
+        if isinstance(value, numpy.dtype):
+            self.token("dtype", value.descr if value.fields else value.str)
+        elif value.dtype.hasobject or (kind is not numpy.ndarray and type(value) is not value.dtype.type):
+            raise self.refusal(value, "is no plain array")
+        else:
+            self.token("array", kind.__qualname__, value.dtype.str, value.shape, getattr(value, "strides", ()))
+            self.token("holds", hashlib.sha256(value.tobytes()).hexdigest())
 
     def op(self, value: Any) -> None:
         name = str(value)
@@ -225,10 +256,14 @@ class Fingerprint:
     def _object(self, value: Any, kind: type) -> None:
         """An object of a class that is written in Python, whose state is in its attributes, slots and items."""
         base = _base_of(value)
+        if kind.__module__.partition(".")[0] == "pydantic_core" and isinstance(value.__reduce__(), str):
+            self.token("a name of", kind.__module__, value.__reduce__())  # PydanticUndefined
+            return
         for cls in kind.__mro__:
             if cls.__module__.partition(".")[0].lstrip("_") in IMPURE:
                 raise self.refusal(value, "may be something else each time")
-            if cls is not object and cls not in base.__mro__ and not is_written_in_python(cls):
+            is_plain = cls in (object, types.SimpleNamespace) or cls in base.__mro__
+            if not is_plain and not is_written_in_python(cls):
                 raise self.refusal(value, "holds what its attributes do not show")
         self.token("object")
         self._reference(kind)
@@ -289,7 +324,7 @@ class Fingerprint:
         state = {**vars(module), **_slots_of(module)}
         self.token(len(state))
         for name, item in state.items():
-            if not item and type(item) in (dict, OrderedDict, set):
+            if type(item) in (dict, OrderedDict, set) and not item:
                 self._parts.append(f"empty {name}")
                 continue
             self.token(name)

@@ -1,6 +1,6 @@
 """The folder of saved programs: a file a program, whole or not there, and no more in all than a bound.
 
-    ~/.cache/shardc/                SHARDC_CACHE=on: $XDG_CACHE_HOME/shardc; or it names another folder
+    ~/.cache/shardc/                or $XDG_CACHE_HOME/shardc; SHARDC_CACHE names another folder, or is "off"
         KEY.program                 a line of JSON about it, with a checksum of the rest; the program
         KEY.hits                    as many bytes as times that it was taken
         refused.json                the last request that could not be cached, and why
@@ -59,17 +59,19 @@ class Folder:
     limit: int = DEFAULT_LIMIT
 
     @classmethod
-    def of_environment(cls) -> Folder | None:
-        """The folder that variables name; None where none switches the cache on, or no home is known."""
-        word = os.environ.get(VARIABLE, "")
-        if word.lower() in OFF:
-            return None
+    def of_environment(cls) -> Folder | str:
+        """The folder that variables name, or the user's own; else why there is none."""
+        word, limit = os.environ.get(VARIABLE, "on"), _limit()
+        if word.strip().lower() in OFF:
+            return "the cache is off"
+        if limit == 0:
+            return f"the cache is off: {LIMIT_VARIABLE} is 0"
+        is_default = word.strip().lower() in ON
         try:
-            home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        except RuntimeError:
-            return None
-        path = home / "shardc" if word.lower() in ON else Path(word).expanduser()
-        return cls(path.absolute(), _limit())
+            folder = cls(_default_path() if is_default else Path(word).expanduser().absolute(), limit)
+            return folder.misplaced(of_home=is_default) or folder
+        except (RuntimeError, OSError) as unknown:
+            return f"no folder is known: {unknown}; {VARIABLE} may name one"
 
     # ------------------------------------------------------------------ one program
     def read(self, key: str) -> dict[str, Any] | None:
@@ -127,6 +129,20 @@ class Folder:
         if _is_private(about):
             return ""
         return f"others may write to {self.path}, or own it, so it is not trusted: chmod 700 it, or name another"
+
+    def misplaced(self, *, of_home: bool) -> str:
+        """Why no folder can be made here, where there is none; an empty text where there is one, or it can be made.
+        One of a home is not made in another user's, as root has it under `sudo`, who could not delete it."""
+        if os.path.isdir(self.path):
+            return ""
+        if os.path.lexists(self.path):
+            return f"{self.path} is no folder; {VARIABLE} may name another"
+        parent = next((folder for folder in self.path.parents if os.path.exists(folder)), self.path)
+        if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+            return f"{self.path} cannot be made: {parent} is not writable; {VARIABLE} may name another folder"
+        if of_home and hasattr(os, "getuid") and os.stat(parent).st_uid != os.getuid():
+            return f"{self.path} is not made: {parent} is another user's; {VARIABLE} may name another folder"
+        return ""
 
     def _make_room(self, newest: str) -> None:
         entries = self._files()
@@ -195,6 +211,8 @@ class Folder:
                 return
             temporary.write_text(json.dumps({"model": model, "reason": reason}), "utf-8")
             os.replace(temporary, self.path / _REFUSED)
+        with suppress(OSError):  # of a disk that is full
+            temporary.unlink(missing_ok=True)
 
 
 def _content(head: bytes, payload: bytes, key: str) -> dict[str, Any] | None:
@@ -208,6 +226,12 @@ def _content(head: bytes, payload: bytes, key: str) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, EOFError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def _default_path() -> Path:
+    """Raises RuntimeError where no home is known."""
+    named = os.environ.get("XDG_CACHE_HOME", "")  # one that is relative does not count, its standard says
+    return (Path(named) if os.path.isabs(named) else Path.home().absolute() / ".cache") / "shardc"
 
 
 def _limit() -> int:

@@ -10,10 +10,9 @@ Where something is met whose content cannot be told, there is no key, and `Uncac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from types import CodeType
+from types import FunctionType
 
 from shardc.compiler.binding import collect_plan, read_mesh
 from shardc.compiler.request import Compiled, Request
@@ -33,12 +32,12 @@ _UNSTABLE = {  # codes of findings that say that a compile may end otherwise
 
 @dataclass(frozen=True)
 class Key:
-    """`paths` are the files that it depends on, the user's and libraries'; `unknown`, by their ids, are the codes of
-    methods that nothing names and whose reads are not known."""
+    """`paths` are the files that it depends on, the user's and libraries'; `unknown` are methods that nothing
+    names and whose reads are not known."""
 
     digest: str
     paths: frozenset[str]
-    unknown: Mapping[int, CodeType]
+    unknown: tuple[FunctionType, ...]
 
     def check(self, compiled: Compiled) -> None:
         """Raise UncacheableError where a compiled program shows that the key does not know all that it depends on."""
@@ -78,4 +77,4 @@ def key_of(request: Request) -> Key:
     code.fingerprint.token("mesh", *mesh.axes)
     add_surroundings(code)
     digest = code.finish()
-    return Key(digest, frozenset({*code.files, *code.libraries.files}), code.unknown)
+    return Key(digest, frozenset({*code.files, *code.libraries.files}), (*code.unknown.values(),))

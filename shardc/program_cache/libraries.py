@@ -14,6 +14,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -29,11 +30,15 @@ from shardc.program_cache.origins import (
     functions_in,
     is_library_class,
     is_library_code,
+    is_library_module,
     own_folders,
 )
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_NOT_LOOKED_THROUGH = ("torch", "shardc", "kernels_triton", "numpy", "torchgen", "triton", "typing_extensions")
+_NOT_LOOKED_THROUGH = {
+    *("torch", "shardc", "kernels_triton", "numpy", "torchgen", "triton", "typing_extensions", "pydantic"),
+    *("pydantic_core", "annotated_types", "typing_inspection"),
+}
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # Modules of torch in which a name that has another function changes what models do.
 _PATCHED = {
@@ -41,6 +46,11 @@ _PATCHED = {
     *("torch.special", "torch.linalg", "torch.fft", "torch._tensor", "torch.amp", "torch.amp.autocast_mode"),
 }
 _PATCHED_WITHIN = ("torch.nn.", "torch.optim.")
+# What compiling or making a model leaves behind, and a hit does not: modules for gradients of each sample, whose
+# tensors no compile takes; and a method that transformers gives to torch's modules once.
+_LEFT_MODULES, _LEFT_NAMES = "torch.nn.utils._expanded_weights", {"smart_apply": "transformers.modeling_utils"}
+_NO_FUNCTIONS = {*_PLAIN, *_BUILTIN, type, dict, list, tuple, set, frozenset, ModuleType}  # nor do instances hold any
+_COUNTED = ("torch", "shardc", "kernels_triton", "transformers")  # by file, or in `surroundings`
 _DEPTH = 3  # of containers and objects in a module
 _STARTED = time.time()
 _SKIPPED = {"__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__spec__", "__path__", *OF_PROCESS}
@@ -55,6 +65,7 @@ class Libraries:
         self.pending: list[str] = []
         self._classes: set[int] = set()
         self.files: set[str] = set()
+        self._packages: dict[str, None] = {}  # that modules within reach name, whose files count
 
     def refer(self, name: str) -> None:
         """A module that is read."""
@@ -62,6 +73,7 @@ class Libraries:
             return
         self._met[name] = None
         package = name.partition(".")[0]
+        self._packages[package] = None
         if package in _NOT_LOOKED_THROUGH or package in sys.stdlib_module_names:
             if package not in sys.stdlib_module_names and package != name:
                 self.refer(package)
@@ -90,6 +102,16 @@ class Libraries:
             if key not in _SKIPPED:
                 self._item(key, value, package, _DEPTH)
 
+    def count_files(self) -> None:
+        """The sizes and times of the files of each library that is read, which some edit where they lie."""
+        for package in sorted(self._packages):
+            module = sys.modules.get(package)
+            if module is None or package in _COUNTED or package in sys.stdlib_module_names:
+                continue
+            places = [*getattr(module, "__path__", ())] or [getattr(module, "__file__", None) or ""]
+            if is_library_module(module):
+                self._fingerprint.token("files of", package, *(files_in(str(place)) for place in places))
+
     def form(self, function: FunctionType) -> None:
         """What a library's function has beside its name: defaults, which anybody may set; code made of text."""
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -103,7 +125,7 @@ class Libraries:
         """Which functions torch's names have, and those of users in their place, of which models do not tell."""
         for name in sorted(sys.modules):
             module = sys.modules[name]
-            if name in _PATCHED or name.startswith(_PATCHED_WITHIN):
+            if name in _PATCHED or (name.startswith(_PATCHED_WITHIN) and not name.startswith(_LEFT_MODULES)):
                 self._users(name, module)
         for cls in (torch.Tensor, nn.Parameter):
             self.patched(cls)
@@ -130,7 +152,7 @@ class Libraries:
                 elif not is_library_class(value) and key not in ("__class__", "__base__"):
                     self._refer(value)
                 continue
-            functions = list(functions_in(value))
+            functions = _functions_in(value)
             if isinstance(place, type) and key[:2] != "__" and not functions:
                 self._item(key, value, "", 2)
             elif type(value) in _BUILTIN:
@@ -141,7 +163,7 @@ class Libraries:
                 if not is_library_code(function):
                     token("instead of", name, key)
                     self._refer(function)
-                else:
+                elif function.__module__ != _LEFT_NAMES.get(key):
                     token(key, function.__module__, function.__qualname__)
                 if function.__defaults__ or function.__kwdefaults__ or function.__code__.co_filename == "<string>":
                     self.form(function)
@@ -174,7 +196,7 @@ class Libraries:
 
     def _item(self, key: object, value: Any, package: str, depth: int) -> None:
         token = self._fingerprint.token
-        functions = list(functions_in(value))
+        functions = _functions_in(value)
         if type(value) in _PLAIN:
             token(key, repr(value))
         elif functions:
@@ -182,16 +204,17 @@ class Libraries:
                 token(key, function.__module__, function.__qualname__)
                 if not is_library_code(function):
                     self._refer(function)
-                elif str(function.__module__).startswith(f"{package}."):
-                    self.refer(str(function.__module__))
+                else:
+                    self._beside(str(function.__module__), package)
         elif isinstance(value, type):
             self._class(key, value, package, depth)
         elif isinstance(value, ModuleType):
             token(key, value.__name__)
+            self._beside(value.__name__, package)
         elif depth and isinstance(value, dict):
             token(key, type(value).__qualname__, len(value))
-            for inner, item in list(dict.items(value)):
-                self._item(inner if type(inner) in _PLAIN else type(inner), item, package, depth - 1)
+            for inner, item in _in_order(value):
+                self._item(inner, item, package, depth - 1)
         elif depth and isinstance(value, list | tuple):
             token(key, type(value).__qualname__, len(value))
             for i, item in enumerate(list(value)):
@@ -204,11 +227,19 @@ class Libraries:
                 for name, item in list(getattr(value, "__dict__", {}).items()):
                     self._item(name, item, package, depth - 1)
 
+    def _beside(self, name: str, package: str) -> None:
+        """A module that one of a package's modules names: what it holds counts too if it is of the package. Of other
+        packages the files alone count where it is transformers that names them, which names many."""
+        self._packages[name.partition(".")[0]] = None
+        if name.partition(".")[0] == package or package != "transformers":
+            self.refer(name)
+
     def _class(self, key: object, cls: type, package: str, depth: int) -> None:
         self._fingerprint.token(key, cls.__module__, cls.__qualname__)
         if not is_library_class(cls):
             self._refer(cls)
             return
+        self._packages[cls.__module__.partition(".")[0]] = None
         if cls.__module__.partition(".")[0] != package:
             return
         self.refer(cls.__module__)
@@ -216,7 +247,7 @@ class Libraries:
             return
         self._classes.add(id(cls))
         for name, value in vars(cls).items():
-            functions = list(functions_in(value))
+            functions = _functions_in(value)
             if functions:
                 for function in functions:
                     if not is_library_code(function):
@@ -228,10 +259,47 @@ class Libraries:
                 self._item(name, value, package, depth - 1)
 
 
+def _in_order(table: dict[Any, Any]) -> list[tuple[object, Any]]:
+    """The items of a library's dict, which may have been made from a set, or be one by addresses."""
+    items = list(dict.items(table))
+    if all(type(key) is str for key, _ in items):
+        return sorted(items, key=lambda item: item[0])
+    is_stable = [type(key) in _PLAIN and not (type(key) is int and key >= 1 << 31) for key, _ in items]
+    return [(key if stable else type(key), item) for stable, (key, item) in zip(is_stable, items, strict=True)]
+
+
+def _functions_in(value: Any) -> list[FunctionType]:
+    kind = type(value)
+    if kind is FunctionType:
+        return [value]
+    return [] if kind in _NO_FUNCTIONS else list(functions_in(value))
+
+
 def refuse_newer(path: str, about: os.stat_result) -> None:
     """Raises UncacheableError for a file that was written after this process had started, which runs an older one."""
     if about.st_ctime > _STARTED:
         raise UncacheableError(f"{path} was written after this process had started")
+
+
+@functools.lru_cache(maxsize=256)
+def files_in(folder: str) -> tuple[tuple[str, int, int], ...]:
+    """Of all code in a folder, or of a file: path, size, and time of its last change."""
+    if os.path.isfile(folder):
+        about = os.stat(folder)
+        refuse_newer(folder, about)
+        return ((folder, about.st_size, about.st_mtime_ns),)
+    found: list[tuple[str, int, int]] = []
+    todo = [folder]
+    while todo:
+        with suppress(OSError), os.scandir(todo.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False) and entry.name != "__pycache__":
+                    todo.append(entry.path)
+                elif entry.name.endswith((".py", ".so", ".pyd")):
+                    about = entry.stat()
+                    refuse_newer(entry.path, about)
+                    found.append((entry.path, about.st_size, about.st_mtime_ns))
+    return (*sorted(found),)
 
 
 def sources_of_shardc() -> Iterator[str]:

@@ -42,10 +42,19 @@ _IMPURE_FUNCTIONS = {
     "torch.distributed": {"*"},
     "torch.distributed.distributed_c10d": {"*"},
 }
-# With these a function may reach what no fingerprint follows.
+# With these a function may reach what no fingerprint follows, or sees what differs between processes.
 IMPURE_NAMES = {
     *("__globals__", "__builtins__", "__subclasses__", "__closure__", "f_globals", "f_locals", "f_back", "f_builtins"),
     *("gi_frame", "tb_frame", "cell_contents"),
+    "__hash__",
+}
+# Methods of a path that ask the disk.
+OF_DISK = {
+    *("absolute", "chmod", "copy", "cwd", "exists", "expanduser", "glob", "group", "hardlink_to", "home", "info"),
+    *("is_block_device", "is_char_device", "is_dir", "is_fifo", "is_file", "is_junction", "is_mount", "is_socket"),
+    *("is_symlink", "iterdir", "lchmod", "link_to", "lstat", "mkdir", "move", "open", "owner", "read_bytes"),
+    *("read_text", "readlink", "rename", "replace", "resolve", "rglob", "rmdir", "samefile", "stat", "symlink_to"),
+    *("touch", "unlink", "walk", "write_bytes", "write_text"),
 }
 # Of transformers, what is another in every process and is in no program: a hash of a text, and the name of a session.
 OF_PROCESS = {"_original_object_hash", "SESSION_ID"}

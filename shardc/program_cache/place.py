@@ -26,8 +26,8 @@ class Place:
     @classmethod
     def of(cls, request: Request) -> Place:
         folder, model = Folder.of_environment(), type(request.model).__qualname__
-        if folder is None:
-            return cls(None, reason="the cache is off")
+        if isinstance(folder, str):
+            return cls(None, reason=folder)
         try:
             key = key_of(request)
             return cls(folder, key, model, witness=Witness(key))

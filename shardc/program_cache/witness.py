@@ -4,18 +4,23 @@
     `update`, which a library calls     runs, and reads a clock: the program is not kept
 
 An equal key runs equal code, so what a first compile did not do, no other with its key does.
+
+Calls of such methods are watched (`frontend.watched_calls`), whose code nobody else may read meanwhile.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
+from shardc.frontend.watched_calls import stop_watching, watch_calls
 from shardc.program_cache.key import Key
 from shardc.program_cache.origins import UncacheableError, is_library_file, is_own_file
 
@@ -30,6 +35,7 @@ class Witness:
         self.reason = ""
         self._key = key
         self._thread = threading.get_ident()
+        self._watched: dict[int, FunctionType] = {}  # by their ids
 
     def check(self) -> None:
         """Raises UncacheableError where something was seen."""
@@ -39,22 +45,29 @@ class Witness:
     @contextmanager
     def watching(self) -> Generator[None]:
         _listen()
-        before = sys.gettrace()
-        if self._key.unknown and before is None:
-            sys.settrace(self._called)
-        elif self._key.unknown:
-            self.reason = "a debugger is attached, and a method whose reads are not known may run"
         _WATCHING.append(self)
         try:
+            for function in self._key.unknown:
+                watch_calls(function, functools.partial(self._note_call, function))
+                self._watched[id(function)] = function
             yield
         finally:
             _WATCHING.remove(self)
-            if self._key.unknown and before is None:
-                sys.settrace(None)
+            while self._watched:
+                stop_watching(self._watched.popitem()[1])
 
-    def _called(self, frame: FrameType, event: str, argument: object) -> None:
-        if id(frame.f_code) in self._key.unknown and not self.reason:
-            self.reason = f"{frame.f_code.co_qualname} is run, and reads what is not known"
+    def _note_call(self, function: FunctionType) -> None:
+        if threading.get_ident() == self._thread:
+            self._note(function, "is run")
+
+    def _note(self, function: FunctionType, what: str) -> None:
+        self.reason = self.reason or f"{function.__qualname__} {what}, and reads what is not known"
+
+    def looked_at(self, value: object) -> None:
+        """Somebody is about to read a function's code, and must be given its own."""
+        if (function := self._watched.pop(id(value), None)) is not None:
+            stop_watching(function)
+            self._note(function, "is looked at")
 
     def heard(self, event: str, arguments: tuple[Any, ...]) -> None:
         """An event of Python's audit: of this thread, and not of shardc's own code, whose reads the key knows."""
@@ -69,7 +82,8 @@ class Witness:
             path = "" if arguments[0] is not None else os.getcwd()
         if path in self._key.paths or is_library_file(os.path.join(path, "")) or is_library_file(path):
             return
-        if path != os.devnull and not _is_for_python(path) and not _is_own_code(sys._getframe(2)):  # pyright: ignore[reportPrivateUsage]
+        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        if path != os.devnull and not _is_for_python(path) and not _is_probe(frame) and not _is_own_code(frame):
             self.reason = f"{_OPENING[event]} {path} is read while compiling"
 
 
@@ -78,6 +92,11 @@ def _is_for_python(path: str) -> bool:
     folder, search = os.path.dirname(path), set(map(os.path.abspath, sys.path))
     is_metadata = folder.endswith((".egg-info", ".dist-info")) and os.path.dirname(folder) in search
     return path.endswith((".py", ".pyc")) or path in search or is_metadata
+
+
+def _is_probe(frame: FrameType) -> bool:
+    """Whether Python asks for the first time which folder takes temporary files, by a file that it makes there."""
+    return frame.f_code.co_filename == tempfile.__file__ and frame.f_code.co_name == "_get_default_tempdir"
 
 
 def _is_own_code(frame: FrameType | None) -> bool:
@@ -100,7 +119,13 @@ def _listen() -> None:
 
 
 def _hear(event: str, arguments: tuple[Any, ...]) -> None:
-    if _WATCHING and (event in _OPENING or event in _OUTSIDE):
+    if not _WATCHING:
+        return
+    if event == "object.__getattr__":
+        if arguments[1] == "__code__":
+            for witness in _WATCHING:
+                witness.looked_at(arguments[0])
+    elif event in _OPENING or event in _OUTSIDE:
         for witness in _WATCHING:
             witness.heard(event, arguments)
 

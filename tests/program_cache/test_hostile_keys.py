@@ -512,5 +512,5 @@ def test_each_reader_of_what_is_not_known_is_watched(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(settings, "LOCK", threading.Lock(), raising=False)
     model = nn.Linear(8, 8)
     model.held = TwoReaders()  # type: ignore[assignment]
-    watched = {code.co_name for code in key_of(of(model)).unknown.values()}
+    watched = {method.__name__ for method in key_of(of(model)).unknown}
     assert watched == {"first", "second"}

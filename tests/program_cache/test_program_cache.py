@@ -160,9 +160,7 @@ def test_what_is_watched_is_compiled(cache: Folder) -> None:
 def test_a_word_switches_it_off(cache: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDC_CACHE", "off")
     assert compiled(**CASES["llama"]).cached == compiled(**CASES["llama"]).cached == "the cache is off"
-    monkeypatch.setenv("SHARDC_CACHE", "on")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.path))
-    assert Folder.of_environment() == Folder(cache.path / "shardc")
+    assert not cache.path.exists()
 
 
 class Unstable(nn.Linear):
@@ -300,7 +298,7 @@ def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path: Path, monkeyp
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHARDC_CACHE", str(tmp_path / "file"))
     program = compiled(**CASES["llama"])
-    assert "nothing can be written" in program.cached
+    assert "is no folder" in program.cached
 
 
 def test_a_folder_that_others_may_write_to_is_not_trusted(cache: Folder) -> None:
@@ -398,7 +396,14 @@ def test_the_command_says_what_was_not_kept_and_that_it_is_off(cache: Folder, mo
     assert "Net: Net.forward calls open()" in CliRunner().invoke(app, ["cache"]).stdout
     monkeypatch.setenv("SHARDC_CACHE", "off")
     assert "off" in CliRunner().invoke(app, ["cache"]).stdout
-    assert json.loads(CliRunner().invoke(app, ["cache", "--json"]).stdout) == {"folder": None}
+    data = json.loads(CliRunner().invoke(app, ["cache", "--json"]).stdout)
+    assert data == {"folder": None, "reason": "the cache is off"}
+
+
+def test_the_summary_says_that_a_program_was_compiled_before(cache: Folder) -> None:
+    target = ["compile", "hf:llama", "--plan", "shardc:llama", "--mesh", "dp=2, tp=2"]
+    first, second = (CliRunner().invoke(app, target).stdout for _ in range(2))
+    assert second == f"{first}from the disk, as it was compiled before\n"
 
 
 def test_commands_take_programs_of_the_cache_but_where_they_print_or_verify(

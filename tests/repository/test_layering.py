@@ -147,7 +147,7 @@ FLOORS: list[dict[str, str]] = [
             own_values precision program_inputs program_optimizers provenance python_random python_state rolled_loops
             row_selection row_wise sample_call sample_values saved_state selected_rows size_guards spec_augment
             state_holders substitution token_weights trace traced traced_graph traced_scalar unrecorded_layers
-            unsupported update_cache whole_matrices
+            unsupported update_cache watched_calls whole_matrices
         """,
     },
     {
