@@ -24,7 +24,7 @@ def probe(body: Graph, params: Iterable[str] | None = None) -> Graph:
     `params` are their names, by default the body's own.
     """
     copy = body.copy()
-    known = {port.name for port in body.inputs if port.role == "param"} if params is None else set(params)
+    known = [port.name for port in body.inputs if port.role == "param"] if params is None else list(params)
     squares: dict[str, fx.Node] = {}
     for total in copy.calls_of(TOTAL_OF_SQUARES):
         args = given(total)
@@ -33,6 +33,7 @@ def probe(body: Graph, params: Iterable[str] | None = None) -> Graph:
                 with copy.fx.inserting_before(total):
                     alone = copy.call(TOTAL_OF_SQUARES, ([gradient], [name]), like=total, type=type_of(total))
                 squares[name] = alone
+    squares = {name: squares[name] for name in known if name in squares}
     copy.outputs = tuple(Port("output", name) for name in squares)
     copy.output_node.args = (tuple(squares.values()),)
     copy.erase_dead()
