@@ -41,6 +41,7 @@ from shardc.ir.group_axes import axes_used_twice
 from shardc.ir.hardware import Hardware
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.accumulate import ACCUMULATE_ROWS
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.host_copies import ENDS, HOST_COPIES, OFFLOADS
 from shardc.ir.ops.local import axis_offset
@@ -48,6 +49,7 @@ from shardc.ir.ops.scaled import turned
 from shardc.ir.overlap_schedule import sums_gradients
 from shardc.ir.schema import given
 from shardc.ir.storages import Layouts, Operand, frozen, layouts, unread_bytes, yields
+from shardc.ir.sums import row_bytes
 from shardc.torch_compat import args_of, kwargs_of
 
 Kind = Literal[
@@ -177,6 +179,8 @@ class _Costs:
         made = self._made(node)
         if node.target is axis_offset or (not made and node not in self.unread):
             return NOTHING
+        if node.target is ACCUMULATE_ROWS:  # all but the first microbatch add to the rows of their tokens
+            made = 2 * row_bytes(self.graph, node)
         size = made + self.unread.get(node, 0)
         if (kernel := kernel_of(node.target, node.args)) is not None:
             return self._fused(kernel, looped=node.target is FUSED and kernel.cols > REGISTER_COLS)

@@ -28,7 +28,14 @@ from kernels_triton.base.inplace import INTO, Into
 from shardc.ir.graph import Graph, op_name, operands, producer, type_of
 from shardc.ir.in_place import POINTWISE, out_variant
 from shardc.ir.microbatch import Sections, sections
-from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, SUMS, write_wgrad
+from shardc.ir.ops.accumulate import (
+    ACCUMULATE,
+    ACCUMULATE_ROWS,
+    ACCUMULATE_WGRAD,
+    SUMS,
+    write_row_sums,
+    write_wgrad,
+)
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, unpack
 from shardc.ir.ops.collectives import all_reduce
 from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, LINEAR_DGRAD, LINEAR_WGRAD, write_linear_bias
@@ -126,6 +133,8 @@ def maker(op: OpOverload) -> Callable[..., Any] | None:
         return write_linear_bias
     if op is ACCUMULATE_WGRAD:
         return write_wgrad
+    if op is ACCUMULATE_ROWS:
+        return write_row_sums
     return out_variant(op) if op_name(op) in MAKES else None
 
 

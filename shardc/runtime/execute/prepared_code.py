@@ -312,7 +312,7 @@ class Routine:
             )
         else:
             assert make is not None
-            call, arguments = direct_call(make), arguments.with_named(out=place_argument(place))
+            call, arguments = direct_call(make, self._device), arguments.with_named(out=place_argument(place))
         return index, call, arguments, () if into in self._fixed else into, free
 
     def run(

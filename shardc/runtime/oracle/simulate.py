@@ -20,7 +20,7 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
 from shardc.ir.graph import Graph, Port, info, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import GIVEN
-from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD
+from shardc.ir.ops.accumulate import ACCUMULATE, ADDS
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.decomposed import DECOMPOSED
@@ -210,7 +210,7 @@ def _call(
             raise
         for _, position, slot in instruction.yields:
             picked = _pick(results, position, numerics)
-            adds = instruction.node.target is ACCUMULATE_WGRAD and not first
+            adds = instruction.node.target in ADDS and not first
             env[slot] = summed(env[slot] or [], picked) if adds else picked
     if observe:
         for value, _, slot in instruction.yields:

@@ -16,9 +16,11 @@ from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, type_of
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.ops import local
+from shardc.ir.ops.accumulate import ACCUMULATE_ROWS
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.decomposed import DECOMPOSED
 from shardc.ir.storages import layouts, yields
+from shardc.ir.sums import row_bytes
 
 aten = torch.ops.aten
 PRODUCTS = {  # as `op_name` spells them: aten's without a namespace, ours with it
@@ -73,6 +75,8 @@ def node_bytes(graph: Graph, node: fx.Node, results: list[fx.Node]) -> int:
     if node.target is aten.embedding.default:  # it reads the selected rows of the table only
         index = operands(node)[1]
         return 2 * written + type_of(index).local_bytes(graph.mesh)
+    if node.target is ACCUMULATE_ROWS:  # it adds to the rows of its tokens only
+        written = 2 * row_bytes(graph, node)
     read = 0
     for value in dict.fromkeys(operands(node)):
         size = type_of(value).local_bytes(graph.mesh)
