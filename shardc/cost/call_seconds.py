@@ -41,7 +41,7 @@ from shardc.ir.group_axes import axes_used_twice
 from shardc.ir.hardware import Hardware
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.accumulate import ACCUMULATE_ROWS
+from shardc.ir.ops.accumulate import ACCUMULATE_MORE_ROWS, ACCUMULATE_ROWS
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.host_copies import ENDS, HOST_COPIES, OFFLOADS
 from shardc.ir.ops.local import axis_offset
@@ -177,10 +177,10 @@ class _Costs:
         if name.startswith("shardc.scan"):
             return self._scan(node)
         made = self._made(node)
+        if node.target in (ACCUMULATE_ROWS, ACCUMULATE_MORE_ROWS):  # all but the first add to rows of their tokens
+            made = row_bytes(self.graph, node) * (2 if node.target is ACCUMULATE_ROWS else 1)
         if node.target is axis_offset or (not made and node not in self.unread):
             return NOTHING
-        if node.target is ACCUMULATE_ROWS:  # all but the first microbatch add to the rows of their tokens
-            made = 2 * row_bytes(self.graph, node)
         size = made + self.unread.get(node, 0)
         if (kernel := kernel_of(node.target, node.args)) is not None:
             return self._fused(kernel, looped=node.target is FUSED and kernel.cols > REGISTER_COLS)

@@ -30,6 +30,7 @@ from shardc.ir.in_place import POINTWISE, out_variant
 from shardc.ir.microbatch import Sections, sections
 from shardc.ir.ops.accumulate import (
     ACCUMULATE,
+    ACCUMULATE_MORE_ROWS,
     ACCUMULATE_ROWS,
     ACCUMULATE_WGRAD,
     SUMS,
@@ -41,6 +42,7 @@ from shardc.ir.ops.collectives import all_reduce
 from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, LINEAR_DGRAD, LINEAR_WGRAD, write_linear_bias
 from shardc.ir.schema import given
 from shardc.ir.storages import Storage
+from shardc.ir.sums import parts_of
 
 aten = torch.ops.aten
 MAKES = {*POINTWISE, "mm", "bmm", "addmm", "baddbmm", "mv", "sum.dim_IntList", "mul.Scalar", "neg"}  # with `out`
@@ -96,7 +98,9 @@ def pieces(body: Graph, run: Sections | None = None) -> dict[fx.Node, Piece]:
             if (call in early, call in once) != (pack in early, pack in once):
                 continue
             if lead == 1 and value.op != "placeholder" and len(value.users) == 1 and counts[value] == 1:
-                if call.target in INTO:
+                if call.target is ACCUMULATE_MORE_ROWS:  # the first call that makes it writes there, and others add
+                    piece_of |= {part: Piece(layout, index, maker(part.target)) for part in parts_of(call)}  # type: ignore[arg-type]
+                elif call.target in INTO:
                     if INTO[call.target].anywhere:
                         piece_of[value] = Piece(layout, index, None)
                 elif (make := maker(call.target)) is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import info, type_of
-from shardc.ir.ops.accumulate import ACCUMULATE_ROWS
+from shardc.ir.ops.accumulate import ACCUMULATE_MORE_ROWS, ACCUMULATE_ROWS
 from shardc.ir.ops.check_index import check_index
 from shardc.ir.types import Atom, Dim, TensorType
 from shardc.rules.local import LocalCall
@@ -169,3 +169,17 @@ def accumulate_rows(
     grad_output: Dims, indices: Dims, num_weights: int, padding_idx: int, dtype: torch.dtype
 ) -> Notation:
     return embedding_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq=False)
+
+
+@rule(
+    ACCUMULATE_MORE_ROWS,
+    localize=_scatter_owned,
+    examples=[
+        example((12, 6), (4, 3, 6), (4, 3), -1, ints={"indices": 12}),
+        example((9, 4), (5, 4), (5,), 2, ints={"indices": 9}),
+    ],
+)
+def accumulate_more_rows(total: Dims, grad_output: Dims, indices: Dims, padding_idx: int) -> Notation:
+    # Before it is localized it adds to a whole sum; `infer_placement` knows the others.
+    rows = indices if indices.ndim else "()"
+    return Notation(f"v d, {indices} d, {rows} -> v d", whole=str(indices), counts="v")

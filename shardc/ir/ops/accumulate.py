@@ -12,6 +12,9 @@ itself, which reads and writes the sum once: no term is ever in memory.
 `accumulate_rows(g, indices, classes, padding, dtype)` is the same of an embedding's gradient, in place of
 `accumulate(embedding_dense_backward(g, indices, classes, padding, False).to(dtype))`. The first microbatch writes all
 rows, and each other adds to those that its tokens have, equal ones in the order of tokens.
+
+`accumulate_more_rows(total, g, indices, padding)` is such a sum, `total`, with the rows of an embedding. Nothing else
+reads `total`, and who runs a graph adds to its memory (`ir.sums`). Run alone it is a call of a new result.
 """
 
 from __future__ import annotations
@@ -90,6 +93,17 @@ def add_row_sums(total: Tensor, g: Tensor, index: Tensor, padding: int) -> Tenso
     return total.index_add_(0, index, rows.to(total.dtype))
 
 
+def _more_rows(total: Tensor, g: Tensor, index: Tensor, padding: int) -> Tensor:
+    return add_row_sums(total.clone(), g, index, padding)
+
+
+def _fake_more_rows(total: Tensor, g: Tensor, index: Tensor, padding: int) -> Tensor:
+    if g.shape[:-1] != index.shape or g.shape[-1:] != total.shape[1:]:
+        shapes = f"{tuple(total.shape)}, {tuple(g.shape)} and {tuple(index.shape)}"
+        raise RuntimeError(f"accumulate_more_rows: shapes {shapes} do not fit")
+    return torch.empty_like(total)
+
+
 def _fake_rows(g: Tensor, index: Tensor, classes: int, padding: int, dtype: torch.dtype) -> Tensor:
     if g.shape[:-1] != index.shape:
         raise RuntimeError(f"accumulate_rows: shapes {tuple(g.shape)} and {tuple(index.shape)} do not fit")
@@ -104,7 +118,12 @@ ACCUMULATE_ROWS = define(
     _row_sums,
     _fake_rows,
 )
+ACCUMULATE_MORE_ROWS = define(
+    "accumulate_more_rows(Tensor total, Tensor grad_output, Tensor indices, int padding_idx) -> Tensor",
+    _more_rows,
+    _fake_more_rows,
+)
 # What adds its term to its sum itself, so that no term is in memory; and what of its arguments it adds with.
 ADDS: Mapping[Any, Callable[..., Tensor]] = {ACCUMULATE_WGRAD: add_wgrad, ACCUMULATE_ROWS: add_row_sums}
 ADDED_WITH: Mapping[Any, tuple[int, ...]] = {ACCUMULATE_WGRAD: (0, 1), ACCUMULATE_ROWS: (0, 1, 3)}
-SUMS = (ACCUMULATE, *ADDS)
+SUMS = (ACCUMULATE, *ADDS, ACCUMULATE_MORE_ROWS)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardc.ir.graph import Graph, Port
-from shardc.ir.ops.accumulate import ADDED_WITH, ADDS, SUMS
+from shardc.ir.ops.accumulate import ADDED_WITH, ADDS
 from shardc.ir.ops.context import RankContext, running
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.call_arguments import CallArguments, Slot
@@ -43,10 +43,10 @@ class BodyCode:
                 self._free_in_last(line[4])
                 continue
             instruction = listing.instructions[index]
-            if instruction.node.target in SUMS:
+            if instruction.total is not None:
                 op, into, given = instruction.node.target, instruction.yields[0][2], instruction.arguments.args
                 add = direct_call(ADDS.get(op, torch.Tensor.add_), device)
-                added = (Slot(into), *(given[position] for position in ADDED_WITH.get(op, (0,))))
+                added = (Slot(instruction.total), *(given[position] for position in ADDED_WITH.get(op, (0,))))
                 rest = [add, CallArguments(added, {}), into, rest[-1]]
             self._later_microbatches.append((index, *rest))  # type: ignore[arg-type]
 

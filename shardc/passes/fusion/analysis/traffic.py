@@ -16,7 +16,7 @@ from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, type_of
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.ops import local
-from shardc.ir.ops.accumulate import ACCUMULATE_ROWS
+from shardc.ir.ops.accumulate import ACCUMULATE_MORE_ROWS, ACCUMULATE_ROWS
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.decomposed import DECOMPOSED
 from shardc.ir.storages import layouts, yields
@@ -62,7 +62,7 @@ def bytes_by_call(graph: Graph) -> dict[fx.Node, int]:
         if name in PRODUCTS or node.target is local.axis_offset:
             continue
         written = [value for value, _ in yields(node) if storage_of[value].value is value]
-        if written:
+        if written or node.target is ACCUMULATE_MORE_ROWS:
             bytes_moved[node] = node_bytes(graph, node, written)
     return bytes_moved
 
@@ -75,10 +75,11 @@ def node_bytes(graph: Graph, node: fx.Node, results: list[fx.Node]) -> int:
     if node.target is aten.embedding.default:  # it reads the selected rows of the table only
         index = operands(node)[1]
         return 2 * written + type_of(index).local_bytes(graph.mesh)
-    if node.target is ACCUMULATE_ROWS:  # it adds to the rows of its tokens only
-        written = 2 * row_bytes(graph, node)
+    read_whole = operands(node)
+    if node.target in (ACCUMULATE_ROWS, ACCUMULATE_MORE_ROWS):  # they add to the rows of their tokens only
+        written, read_whole = 2 * row_bytes(graph, node), read_whole[-2:]
     read = 0
-    for value in dict.fromkeys(operands(node)):
+    for value in dict.fromkeys(read_whole):
         size = type_of(value).local_bytes(graph.mesh)
         # Of a slice's operand, only the slice is read.
         is_slice = node.target in (aten.slice.Tensor, aten.select.int, aten.view.default, local.shard_slice)
