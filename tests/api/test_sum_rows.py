@@ -160,7 +160,7 @@ def test_the_sum_of_a_padded_product_is_padded(tied: bool, layout: str, monkeypa
     (padded,) = [call for call in body.calls_of(ACCUMULATE_WGRAD) if type_of(call).local_shape(body.mesh)[0] % 8 == 0
                  and info(call).fqn == "head"]  # fmt: skip
     (cut,) = whole_sum(padded).users
-    assert cut.target is torch.ops.aten.slice.Tensor
+    assert cut.target is torch.ops.aten.slice.Tensor or "fused" in layout  # a kernel reads the sum where it lies
     assert cut not in in_microbatch(body)
     verified(program)
     check(body)

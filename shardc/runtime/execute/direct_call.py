@@ -89,32 +89,34 @@ def embedding_gradient(g: Tensor, index: Tensor, classes: int, padding: int, by_
 
 
 def _rows(g: Tensor, index: Tensor, classes: int, padding: int, dtype: torch.dtype) -> Tensor:
-    if not _sums_rows(g, dtype):
+    if not _sums_rows(g, classes, dtype):
         return ACCUMULATE_ROWS(g, index, classes, padding, dtype)
     return sum_rows(g, index.reshape(-1), classes, padding, dtype)
 
 
 def _write_rows(g: Tensor, index: Tensor, classes: int, padding: int, dtype: torch.dtype, *, out: Tensor) -> Tensor:
-    if not _sums_rows(g, dtype):
+    if not _sums_rows(g, classes, dtype):
         return write_row_sums(g, index, classes, padding, dtype, out=out)
     return sum_rows(g, index.reshape(-1), classes, padding, dtype, out=out)
 
 
 def _add_rows(total: Tensor, g: Tensor, index: Tensor, padding: int) -> Tensor:
-    if not _sums_rows(g, total.dtype):
+    if not _sums_rows(g, total.shape[0], total.dtype):
         return add_row_sums(total, g, index, padding)
     return sum_rows(g, index.reshape(-1), total.shape[0], padding, total=total)
 
 
-def _sums_rows(g: Tensor, dtype: torch.dtype) -> bool:
-    """Does our kernel sum such rows? In float32."""
-    return dtype == torch.float32 and g.shape[-1] > 0 and launch.runs_on_triton(g)
+def _sums_rows(g: Tensor, classes: int, dtype: torch.dtype) -> bool:
+    """Does our kernel sum such rows? In float32, and not few rows of small tables: what torch moves takes less than
+    launching, and it launches a fifth as much."""
+    small = max(g.numel(), classes * g.shape[-1]) < SMALL
+    return dtype == torch.float32 and not small and launch.runs_on_triton(g)
 
 
 TO_COPY = aten._to_copy.default
 CAST_OPTIONS = frozenset(("dtype", "device", "non_blocking", "memory_format"))
 CAST = partial(Tensor.to, copy=True)  # also where the dtype stays
-LARGE = 1 << 23  # numbers of a gradient
+LARGE, SMALL = 1 << 23, 1 << 20  # numbers of a gradient, and of the rows that are summed too
 EMBEDDING_GRADIENT = aten.embedding_dense_backward.default
 ON_GPUS: dict[Any, Callable[..., Any]] = {
     EMBEDDING_GRADIENT: embedding_gradient,
