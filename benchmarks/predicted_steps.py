@@ -30,10 +30,10 @@ from benchmarks import own_steps
 from benchmarks.measured_models import SIZES
 from benchmarks.torch_pipeline import Work, step_seconds
 from shardc.cost.prediction import Prediction
-from shardc.ir.graph import Graph, ValueInfo, info, op_name, operands, type_of
+from shardc.ir.graph import Graph, ValueInfo, info, op_name, operands
 from shardc.ir.hardware import Group, Hardware
-from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
-from shardc.ir.ops.linear import LINEAR_WGRAD
+from shardc.ir.ops.accumulate import ADDS
+from shardc.passes.sum_products import single_term
 from shardc.plan.hardware import hardware
 from shardc.schedule.instructions import Backward, Forward, Send
 
@@ -212,12 +212,10 @@ def with_narrow_sums(graph: Graph) -> Graph:
     terms = [v for port, v in zip(graph.outputs, graph.output_values, strict=True) if port.role == "sum"]
     for cast in (copies[value] for value in terms if op_name(value.target) == "_to_copy"):
         cast.replace_all_uses_with(operands(cast)[0])
-    for term in (copies[value] for value in terms if value.target is ACCUMULATE_WGRAD):
-        type, read = type_of(term), operands(term)
+    for term in (copies[value] for value in terms if value.target in ADDS):
         with narrow.fx.inserting_before(term):
-            made = type.with_dtype(type_of(read[0]).dtype)
-            product = narrow.call(LINEAR_WGRAD, tuple(read), like=term, type=made, assignment=info(term).assignment)
-        term.replace_all_uses_with(product)
+            made = single_term(narrow, term)
+        term.replace_all_uses_with(made)
     for port, total in zip(narrow.inputs, narrow.placeholders, strict=True):
         while port.role == "sum" and len(total.users) == 1:
             (user,) = total.users

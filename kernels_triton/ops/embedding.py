@@ -7,18 +7,30 @@ from torch import Tensor
 
 from kernels_triton.launch import launch, row_schedule
 from kernels_triton.library import reference
-from kernels_triton.library.checks import checked, expect, expect_dtype, expect_floats, expect_shape, integer_in_range
+from kernels_triton.library.checks import (
+    checked,
+    expect,
+    expect_dtype,
+    expect_floats,
+    expect_shape,
+    expect_writable,
+    integer_in_range,
+    mark_written,
+)
 
 LONG = 64  # tokens of one index: more are summed by several programs
 ROWS, BLOCK, TILE = 4, 1024, 8
 
 
 @checked
-def embedding_backward(grad: Tensor, index: Tensor, classes: int, padding: int = -1) -> Tensor:
+def embedding_backward(
+    grad: Tensor, index: Tensor, classes: int, padding: int = -1, total: Tensor | None = None
+) -> Tensor:
     """[classes, columns] of grad's dtype: row i is the sum of the rows of grad whose index is i.
 
     grad [tokens, columns]; index, int64 [tokens]. The row of index `padding` is 0. An index out of range adds to no
-    row. Sums are in the order of tokens.
+    row. Sums are in the order of tokens. With total [classes, columns], contiguous, of float32 or grad's dtype, they
+    are added to it in place, and it is returned: only those of its rows that have tokens are read and written.
 
     Raises SC530 for a wrong operand (see `kernels_triton.ops`), and for fewer than one class.
     """
@@ -29,13 +41,31 @@ def embedding_backward(grad: Tensor, index: Tensor, classes: int, padding: int =
     expect_shape(op, "index", index, grad.shape[:1], grad)
     integer_in_range(op, "classes", classes, 1)
     integer_in_range(op, "padding", padding)
+    if total is not None:
+        expect_shape(op, "total", total, (classes, grad.shape[1]), grad)
+        if total.dtype != torch.float32:
+            expect_dtype(op, "total", total, grad.dtype)
+        expect(total.is_contiguous(), op, f"total is of strides {list(total.stride())}", "pass a contiguous total")
+        expect_writable(op, total=total)
     if not launch.runs_on_triton(grad):
-        return reference.embedding_backward(grad, index, classes, padding)
-    return sum_rows(row_schedule.as_rows(grad), index, classes, padding)
+        return reference.embedding_backward(grad, index, classes, padding, total)
+    y = sum_rows(grad, index, classes, padding, total=total)
+    mark_written(total)
+    return y
 
 
-def sum_rows(flat: Tensor, index: Tensor, classes: int, padding: int) -> Tensor:
-    """The launches of `embedding_backward`, for operands that were checked."""
+def sum_rows(
+    grad: Tensor,
+    index: Tensor,
+    classes: int,
+    padding: int,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    total: Tensor | None = None,
+) -> Tensor:
+    """The launches of `embedding_backward`, for operands that were checked. The sums are of `dtype`, or grad's; they
+    are written to `out`, or added to `total`, which are contiguous."""
+    flat = row_schedule.as_rows(grad)
     tokens, cols = flat.shape
     narrow = torch.int32 if classes < 1 << 31 else torch.int64  # half the passes of a radix sort
     found, order = torch.sort(index.clamp(-1, classes).to(narrow), stable=True)
@@ -45,7 +75,8 @@ def sum_rows(flat: Tensor, index: Tensor, classes: int, padding: int) -> Tensor:
     block = min(BLOCK, row_schedule.power_of_two(cols))
     blocks = -(-cols // block)
     warps = max(1, min(4, block * flat.element_size() // 512))  # a thread moves 16 bytes at once
-    y = launch.empty((classes, cols), flat.dtype, flat)
+    y = out if total is None else total
+    y = launch.empty((classes, cols), dtype or flat.dtype, flat) if y is None else y
     if tokens > LONG:
         launch.run(
             "embedding.long_runs",
@@ -66,6 +97,7 @@ def sum_rows(flat: Tensor, index: Tensor, classes: int, padding: int) -> Tensor:
         ROWS=ROWS,
         BLOCK=block,
         TILE=TILE,
+        ADD=total is not None,
         warps=warps,
     )
     return y

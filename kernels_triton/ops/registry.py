@@ -261,6 +261,7 @@ TEMPLATES: dict[str, TemplateOp] = {
             "grad: T[160, cols], index: i64[160] -> y: T[1000, cols]",
             scalars=((2, 1000),),
             variants=({}, {"padding": 1}),
+            other_calls=({"total": "f32[1000, cols]", "y": "f32[1000, cols]"},),
         ),
         TemplateOp(
             "rope",

@@ -44,6 +44,7 @@ SELECTED: Mapping[str, str] = {
     "shardc.shard_slice": "x",
     "shardc.slice_blocks": "x",
     "shardc.gather_rows": "x",
+    "shardc.accumulate_more_rows": "total",
     "nll_loss_forward": "self",
     "nll_loss_backward": "self",
 }
@@ -53,6 +54,8 @@ LAUNCHES: Mapping[str, int] = {
     "native_group_norm_backward": 3,
     "native_batch_norm_backward": 2,
     "embedding_dense_backward": 6,  # ids are sorted, and equal ones summed
+    "shardc.accumulate_rows": 6,
+    "shardc.accumulate_more_rows": 6,
     "nll_loss_backward": 2,
     "_unsafe_index_put": 2,
     "index_put": 2,
@@ -73,6 +76,7 @@ REDUCTIONS = frozenset(
         *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
         *("native_batch_norm", "native_batch_norm_backward", "_softmax", "_log_softmax", "_softmax_backward_data"),
         *("_log_softmax_backward_data", "any", "all", "logsumexp", "shardc.sum_of_squares", "embedding_dense_backward"),
-        *("shardc.total_of_squares", "cumsum", "nll_loss_forward", "shardc.sum_heads"),
+        *("shardc.accumulate_rows", "shardc.accumulate_more_rows", "shardc.total_of_squares", "cumsum"),
+        *("nll_loss_forward", "shardc.sum_heads"),
     )
 )

@@ -41,6 +41,7 @@ from shardc.ir.group_axes import axes_used_twice
 from shardc.ir.hardware import Hardware
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.accumulate import ACCUMULATE_MORE_ROWS, ACCUMULATE_ROWS
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.host_copies import ENDS, HOST_COPIES, OFFLOADS
 from shardc.ir.ops.local import axis_offset
@@ -48,6 +49,7 @@ from shardc.ir.ops.scaled import turned
 from shardc.ir.overlap_schedule import sums_gradients
 from shardc.ir.schema import given
 from shardc.ir.storages import Layouts, Operand, frozen, layouts, unread_bytes, yields
+from shardc.ir.sums import row_bytes
 from shardc.torch_compat import args_of, kwargs_of
 
 Kind = Literal[
@@ -175,6 +177,8 @@ class _Costs:
         if name.startswith("shardc.scan"):
             return self._scan(node)
         made = self._made(node)
+        if node.target in (ACCUMULATE_ROWS, ACCUMULATE_MORE_ROWS):  # all but the first add to rows of their tokens
+            made = row_bytes(self.graph, node) * (2 if node.target is ACCUMULATE_ROWS else 1)
         if node.target is axis_offset or (not made and node not in self.unread):
             return NOTHING
         size = made + self.unread.get(node, 0)

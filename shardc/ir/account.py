@@ -18,7 +18,7 @@ from shardc.ir.graph import Graph, Port, info
 from shardc.ir.in_flight import buffers_of
 from shardc.ir.liveness import Life, lives
 from shardc.ir.microbatch import sections
-from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
+from shardc.ir.ops.accumulate import ADDS
 from shardc.ir.ops.host_copies import on_host
 from shardc.ir.overlap_schedule import Action, Times, schedule_of, times_of
 from shardc.ir.storages import Storage, storages, unread_bytes
@@ -105,8 +105,8 @@ def with_additions(
     for action in actions:
         extended.append(action)
         for value, _, _ in listed.calls[action.at].yields if action.kind in ("run", "wait") else ():
-            if value in terms and value.target is ACCUMULATE_WGRAD:
-                added[value] = len(extended) - 1  # by the product
+            if value in terms and value.target in ADDS:
+                added[value] = len(extended) - 1  # by the call itself
             elif value in terms:
                 added[value] = len(extended)
                 extended.append(Action("add", action.at))

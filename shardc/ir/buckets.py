@@ -28,12 +28,21 @@ from kernels_triton.base.inplace import INTO, Into
 from shardc.ir.graph import Graph, op_name, operands, producer, type_of
 from shardc.ir.in_place import POINTWISE, out_variant
 from shardc.ir.microbatch import Sections, sections
-from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, SUMS, write_wgrad
+from shardc.ir.ops.accumulate import (
+    ACCUMULATE,
+    ACCUMULATE_MORE_ROWS,
+    ACCUMULATE_ROWS,
+    ACCUMULATE_WGRAD,
+    SUMS,
+    write_row_sums,
+    write_wgrad,
+)
 from shardc.ir.ops.buckets import PACK, UNPACK, columns_packed, unpack
 from shardc.ir.ops.collectives import all_reduce
 from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, LINEAR_DGRAD, LINEAR_WGRAD, write_linear_bias
 from shardc.ir.schema import given
 from shardc.ir.storages import Storage
+from shardc.ir.sums import parts_of
 
 aten = torch.ops.aten
 MAKES = {*POINTWISE, "mm", "bmm", "addmm", "baddbmm", "mv", "sum.dim_IntList", "mul.Scalar", "neg"}  # with `out`
@@ -89,7 +98,9 @@ def pieces(body: Graph, run: Sections | None = None) -> dict[fx.Node, Piece]:
             if (call in early, call in once) != (pack in early, pack in once):
                 continue
             if lead == 1 and value.op != "placeholder" and len(value.users) == 1 and counts[value] == 1:
-                if call.target in INTO:
+                if call.target is ACCUMULATE_MORE_ROWS:  # the first call that makes it writes there, and others add
+                    piece_of |= {part: Piece(layout, index, maker(part.target)) for part in parts_of(call)}  # type: ignore[arg-type]
+                elif call.target in INTO:
                     if INTO[call.target].anywhere:
                         piece_of[value] = Piece(layout, index, None)
                 elif (make := maker(call.target)) is not None:
@@ -126,6 +137,8 @@ def maker(op: OpOverload) -> Callable[..., Any] | None:
         return write_linear_bias
     if op is ACCUMULATE_WGRAD:
         return write_wgrad
+    if op is ACCUMULATE_ROWS:
+        return write_row_sums
     return out_variant(op) if op_name(op) in MAKES else None
 
 

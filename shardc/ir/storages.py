@@ -8,7 +8,8 @@ layers asks no more than a graph of one, and the next one not at all.
     %v = view(%t, [8, 4, 512])    f32[8, 4, 512]       views x too: rows still lie one after another
     %w = view(%t, [32, 512])      f32[32, 512]         a storage of its own: batch and heads are apart in x
 
-Few results that are no views lie in an operand's memory too: those that are written over it (`dead_operands`).
+Few results that are no views lie in an operand's memory too: those that are written over it (`dead_operands`), and sums
+that are added to (`sums`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import fx
 from shardc.ir.dead_operands import over_dead_operands
 from shardc.ir.graph import LITERALS, Graph, info, operands, type_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.accumulate import ACCUMULATE_MORE_ROWS
 from shardc.ir.ops.kernels import KERNELS
 from shardc.ir.types import TensorType
 from shardc.torch_compat import args_of
@@ -141,6 +143,9 @@ def layouts(body: Graph) -> Layouts:
     for value, operand in over.items():
         unused = storage_of[value]
         storage_of |= {view: storage_of[operand] for view, storage in storage_of.items() if storage is unused}
+    for call in body.calls_of(ACCUMULATE_MORE_ROWS):
+        unused, source = storage_of[call], storage_of[operands(call)[0]]
+        storage_of |= {view: source for view, storage in storage_of.items() if storage is unused}
     return Layouts(storage_of, operand_of, over)
 
 

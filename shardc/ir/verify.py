@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from shardc.ir.graph import KEY, Graph, ValueInfo, info, op_name
 from shardc.ir.microbatch import crossing
 from shardc.ir.schema import find_op, schema_of, yields_one_tensor
+from shardc.ir.sums import shared_sums
 from shardc.ir.types import TensorType
 from shardc.torch_compat import args_of, inputs_of
 
@@ -210,6 +211,7 @@ CHECKS: tuple[Callable[[Graph], list[str]], ...] = (
     ports_match,
     ordered,
     crossing,
+    shared_sums,
 )
 
 

@@ -37,7 +37,7 @@ from shardc.ir.account import Account, account_of
 from shardc.ir.graph import Graph, Port, info, operands, type_of
 from shardc.ir.liveness import Life
 from shardc.ir.microbatch import GIVEN
-from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
+from shardc.ir.ops.accumulate import ADDS
 from shardc.ir.ops.host_copies import BEGIN_FETCH
 from shardc.ir.ops.host_copies import on_host as lies_on_host
 from shardc.ir.storages import Storage
@@ -284,7 +284,7 @@ class Ranks:
         for life in body.account.lives:
             ports = body.returned.get(life.storage, [])
             if self.early and ports and all(port.role == "sum" for port in ports):
-                if life.storage.value.target is ACCUMULATE_WGRAD:  # it is the sum, or is added by its product
+                if life.storage.value.target in ADDS:  # it is the sum, or is added by its call
                     continue
                 added = max((body.added_at(port) for port in ports), default=0)
                 life = replace(life, dies=max(life.born, added, body.last.get(life.storage, 0)))

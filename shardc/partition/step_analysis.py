@@ -26,7 +26,7 @@ from shardc.ir.diagnostic import error
 from shardc.ir.graph import Graph, info, operands, producer
 from shardc.ir.layers import layer_or_module, layers_of
 from shardc.ir.microbatch import GIVEN, MADE
-from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD
+from shardc.ir.ops.accumulate import ACCUMULATE, ADDS
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.partition.stage_recompute import original_of, recomputed_calls
 
@@ -47,7 +47,7 @@ class StepAnalysis:
     divided: frozenset[str] = frozenset()  # layers that the cut may go through
 
     def __post_init__(self) -> None:
-        hidden = self.body.calls_of(ACCUMULATE_WGRAD)
+        hidden = [call for call in self.body.calls() if call.target in ADDS]
         assert not hidden, f"{info(hidden[0]).name} adds to its sum itself: `separate_terms` first"
 
     @cached_property

@@ -31,7 +31,7 @@ from shardc.ir.blocks import Blocks
 from shardc.ir.graph import info, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
-from shardc.ir.ops.accumulate import ACCUMULATE
+from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_MORE_ROWS, ACCUMULATE_ROWS
 from shardc.ir.ops.attention_keys import MERGE_LSE, MERGE_PARTS, PACK_PART, SPLIT_PARTS, WEIGH_PART
 from shardc.ir.ops.attention_rows import NEXT_KEYS, REACH_ROWS, REACH_SUM, SUM_KEYS
 from shardc.ir.ops.buckets import PACK, UNPACK
@@ -586,6 +586,17 @@ def _unchanged(node: fx.Node, result_types: Sequence[TensorType | None], mesh: M
     return [f"yields {type}, the result says {result_types[0]}" for type in read if type != result_types[0]]
 
 
+def _more_rows(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
+    """A sum that an embedding's rows are added to: it lies, and is pending, as the sum of the rows alone would."""
+    total, grad, indices, padding = given(node).values()
+    type = type_of(total)
+    if type != result_types[0]:
+        return [f"adds to {type}, the result says {result_types[0]}"]
+    names = tuple(argument.name for argument in schema_of(ACCUMULATE_ROWS).arguments)
+    values = (_Slot(0), _Slot(1), type.local_shape(mesh)[0], padding, type.dtype)
+    return list(_by_rule(ACCUMULATE_ROWS, names, values, (type_of(grad), type_of(indices)), (type,), (type,), mesh))
+
+
 def _kernel(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
     read = list(map(type_of, operands(node)))
     pending = {reduction for type in read for reduction in type.partial}
@@ -629,6 +640,7 @@ _HANDLERS: Mapping[Any, _Handler] = {
     UNPACK: _unpacked,
     TOTAL_OF_SQUARES: _squared,
     **dict.fromkeys(SAME, _unchanged),
+    ACCUMULATE_MORE_ROWS: _more_rows,
     **dict.fromkeys(KERNELS, _kernel),
 }
 MEANT: frozenset[Any] = frozenset(_HANDLERS)  # the ops of ours that a program may hold without a rule

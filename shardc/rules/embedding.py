@@ -1,7 +1,7 @@
 """Rows picked by number, from a table whose rows may be sharded.
 
     embedding                 v d, ... -> ... d        sum="v"
-    embedding_dense_backward  ... d, ... -> v d        sum="..."
+    embedding_dense_backward  ... d, ... -> v d        sum="...", and so accumulate_rows
 
 With `v` split, a rank looks up the rows it owns and yields zeros for the rest, so the shards add up; in backward
 it drops the gradients of rows that it does not own. `owned` turns global row numbers into local ones.
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import info, type_of
+from shardc.ir.ops.accumulate import ACCUMULATE_MORE_ROWS, ACCUMULATE_ROWS
 from shardc.ir.ops.check_index import check_index
 from shardc.ir.types import Atom, Dim, TensorType
 from shardc.rules.local import LocalCall
@@ -153,3 +154,32 @@ def embedding_backward(
     if scale_grad_by_freq:  # divides by how often a row occurs in all the indices
         return Notation(text, whole=f"{indices} v", linear=(0,), counts="v")
     return Notation(text, sum=str(indices), linear=(0,), counts="v")
+
+
+@rule(
+    ACCUMULATE_ROWS,
+    localize=_scatter_owned,
+    examples=[
+        example((4, 3, 6), (4, 3), 12, -1, torch.float64, ints={"indices": 12}),
+        example((5, 4), (5,), 9, 2, torch.float64, ints={"indices": 9}),
+        example((6,), (), 5, -1, torch.float64, ints={"indices": 5}),
+    ],
+)
+def accumulate_rows(
+    grad_output: Dims, indices: Dims, num_weights: int, padding_idx: int, dtype: torch.dtype
+) -> Notation:
+    return embedding_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq=False)
+
+
+@rule(
+    ACCUMULATE_MORE_ROWS,
+    localize=_scatter_owned,
+    examples=[
+        example((12, 6), (4, 3, 6), (4, 3), -1, ints={"indices": 12}),
+        example((9, 4), (5, 4), (5,), 2, ints={"indices": 9}),
+    ],
+)
+def accumulate_more_rows(total: Dims, grad_output: Dims, indices: Dims, padding_idx: int) -> Notation:
+    # Before it is localized it adds to a whole sum; `infer_placement` knows the others.
+    rows = indices if indices.ndim else "()"
+    return Notation(f"v d, {indices} d, {rows} -> v d", whole=str(indices), counts="v")

@@ -12,7 +12,13 @@ import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.graph import Graph, info, operands, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD, add_wgrad, multiplies_wide, write_wgrad
+from shardc.ir.ops.accumulate import (
+    ACCUMULATE,
+    ACCUMULATE_WGRAD,
+    add_wgrad,
+    multiplies_wide,
+    write_wgrad,
+)
 from shardc.ir.ops.linear import LINEAR_WGRAD
 from shardc.ir.parse import parse
 from shardc.passes.fusion.analysis.traffic import bytes_by_call
@@ -43,9 +49,10 @@ def matrices(body: Graph, op: Any) -> list[str]:
 def test_all_linear_layers_and_equality(layout: str, precision: str | None) -> None:
     program = compiled(layout, precision=precision)
     body = program.body
-    assert len(matrices(body, ACCUMULATE_WGRAD)) == len(LINEARS)
-    assert {info(call).fqn for call in body.calls_of(ACCUMULATE_WGRAD)} == {n.removesuffix(".weight") for n in LINEARS}
-    assert len(matrices(body, ACCUMULATE)) <= 2  # of the tied embedding, and of positions
+    assert len(matrices(body, ACCUMULATE_WGRAD)) == len(LINEARS) + 1
+    linears = {name.removesuffix(".weight") for name in LINEARS}
+    assert {info(call).fqn for call in body.calls_of(ACCUMULATE_WGRAD)} == linears | {"head"}
+    assert not matrices(body, ACCUMULATE)
     report = program.verify()
     assert report, str(report)
     assert (report.eager_error or 0.0) < 1e-12
@@ -58,9 +65,13 @@ def test_no_bytes_are_moved_for_terms(plain: pytest.MonkeyPatch) -> None:
     body = compiled("alone").body
     after = bytes_by_call(body)
     parameters = sum(type_of(call).local_bytes(body.mesh) // 4 for call in body.calls_of(ACCUMULATE_WGRAD))
-    assert parameters == 2 * 12 * 32 * 32
-    assert sum(before.values()) - sum(after.values()) == (6 + 8) * parameters  # an accumulate counts as a copy
-    assert len(before) - len(after) == 2 * len(LINEARS)
+    words, positions, tokens = 64 * 32, 8 * 32, 16 * 32
+    assert parameters == 2 * 12 * 32 * 32 + words
+    saved = (6 + 8) * parameters  # an accumulate counts as a copy
+    saved += (2 + 6 + 8 - 8) * positions  # each of which is a token's
+    saved += (2 + 3 * 2) * words - 8 * tokens  # of which a tied gradient was the sum of two in 16 bits
+    assert sum(before.values()) - sum(after.values()) == saved
+    assert len(before) - len(after) == 2 * (len(LINEARS) + 1) + 3
 
 
 TURNED = {"params": {"**.attn.c_attn.weight": "-, 3*tp", "**.mlp.c_fc.weight": "-, tp"}}
@@ -84,7 +95,8 @@ def test_products_of_turned_matrices(mesh: str, plan: dict[str, Any], fuse: bool
     asked = {"accumulate": 2, "precision": "bf16", "fuse": fuse, **plan}
     program = shardc.compile(model, batch, mesh=mesh, plan=asked, optimizer=optimizer)
     summed = {info(call).fqn for call in program.body.calls_of(ACCUMULATE_WGRAD)}
-    assert summed == {f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    turned = {f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert summed == turned | {"lm_head"}
     report = program.verify()
     assert report, str(report)
     assert (report.eager_error or 0.0) < 1e-12
@@ -128,7 +140,7 @@ def test_a_rank_runs_what_is_simulated(precision: str | None, monkeypatch: pytes
         trainer.step(program.sample)
         added.clear()
         found = executor.run(held | rates, fed)
-        assert [count for count in added if count] == [len(LINEARS)] * 3
+        assert [count for count in added if count] == [len(LINEARS) + 1] * 3
         for port, value in found.items():
             if port.role in ("param", "state"):
                 held[port.name] = value

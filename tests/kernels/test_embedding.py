@@ -6,8 +6,9 @@ import pytest
 import torch
 from interpreter import Interpreter
 
+from kernels_triton.base.diagnostic import ShardcError
 from kernels_triton.library import reference
-from kernels_triton.ops.embedding import LONG
+from kernels_triton.ops.embedding import LONG, embedding_backward
 
 
 def runs(*lengths: int) -> torch.Tensor:
@@ -37,6 +38,42 @@ def test_runs(interpreted: Interpreter, case: str, padding: int) -> None:
     found = interpreted("embedding_backward", grad, index, classes, padding)
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-5)
     assert found.equal(interpreted("embedding_backward", grad, index, classes, padding))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_runs_that_are_added(interpreted: Interpreter, case: str, dtype: torch.dtype) -> None:
+    """To a sum in float32; what has no tokens is not touched, nor is the row of `padding`."""
+    index, padding = CASES[case], 1
+    classes = int(index[index < 1 << 20].max()) + 2
+    grad = torch.randn(len(index), 20, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = torch.randn(classes, 20, generator=torch.Generator().manual_seed(2))
+    exact = before.double() + reference.embedding_backward(grad.double(), index, classes, padding)
+    total, after = interpreted("embedding_backward", grad, index, classes, padding, total=before, changed=True)
+    assert total.dtype == torch.float32
+    assert total.equal(after[-1])
+    torch.testing.assert_close(total.double(), exact, rtol=0, atol=2e-5)
+    untouched = torch.ones(classes, dtype=torch.bool)
+    untouched[index[(index >= 0) & (index < classes) & (index != padding)]] = False
+    assert untouched[padding]
+    assert total[untouched].equal(before[untouched])
+    again = interpreted("embedding_backward", grad, index, classes, padding, total=before)
+    assert total.equal(again)
+    theirs = before.clone()
+    assert reference.embedding_backward(grad, index, classes, padding, theirs) is theirs
+    torch.testing.assert_close(theirs, total, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("wrong", ["shape", "dtype", "strides"])
+def test_sums_that_are_refused(wrong: str) -> None:
+    total = {
+        "shape": torch.zeros(9, 21),
+        "dtype": torch.zeros(9, 20, dtype=torch.float64),
+        "strides": torch.zeros(20, 9).t(),
+    }[wrong]
+    index = CASES["short"]
+    with pytest.raises(ShardcError, match="SC530"):
+        embedding_backward(torch.randn(len(index), 20), index, 9, 1, total)
 
 
 def test_the_reference_is_torchs() -> None:

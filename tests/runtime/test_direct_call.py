@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from kernels_triton.base.library import kernel_for
-from shardc.ir.ops.accumulate import add_wgrad
+from shardc.ir.ops.accumulate import (
+    ACCUMULATE_MORE_ROWS,
+    ACCUMULATE_ROWS,
+    add_row_sums,
+    add_wgrad,
+    write_row_sums,
+)
 from shardc.ir.ops.check_index import check_index
 from shardc.ir.ops.columns import PICK_COLUMN, SUBTRACT_AT
 from shardc.ir.ops.linear import LINEAR, LINEAR_BIAS, LINEAR_DGRAD, LINEAR_WGRAD
+from shardc.runtime.execute import direct_call as module
 from shardc.runtime.execute.direct_call import DIRECT, EMBEDDING_GRADIENT, TO_COPY, direct_call, embedding_gradient
 
 CPU = torch.device("cpu")
@@ -212,3 +219,28 @@ def test_an_embeddings_gradient() -> None:
     for by_frequency in (False, True):
         theirs = EMBEDDING_GRADIENT(g, index, 6, 2, by_frequency)
         assert embedding_gradient(g, index, 6, 2, by_frequency).equal(theirs)
+
+
+def test_sums_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs our kernel makes, writes and adds them; it gives others to torch: of small tables, or in float64."""
+    gpu = torch.device("cuda", 0)
+    assert direct_call(ACCUMULATE_ROWS, CPU) is kernel_for(ACCUMULATE_ROWS, CPU)
+    assert direct_call(write_row_sums, CPU) is write_row_sums
+    assert direct_call(ACCUMULATE_MORE_ROWS, CPU) is direct_call(add_row_sums, CPU) is add_row_sums
+    made, written, added = (direct_call(op, gpu) for op in (ACCUMULATE_ROWS, write_row_sums, add_row_sums))
+    assert direct_call(ACCUMULATE_MORE_ROWS, gpu) is added
+    for small, dtype in ((1 << 20, torch.float32), (0, torch.float64)):
+        monkeypatch.setattr(module, "SMALL", small)
+        g, index = torch.randn(2, 3, 4, dtype=dtype), torch.tensor([[1, 0, 1], [5, 2, 2]])
+        expected = ACCUMULATE_ROWS(g, index, 6, 2, dtype)
+        assert made(g, index, 6, 2, dtype).equal(expected)
+        assert written(g, index, 6, 2, dtype, out=torch.ones(6, 4, dtype=dtype)).equal(expected)
+        assert added(expected.clone(), g, index, 2).equal(add_row_sums(expected.clone(), g, index, 2))
+    launched: list[dict[str, Any]] = []
+    monkeypatch.setattr(module.launch, "runs_on_triton", lambda _: True)
+    monkeypatch.setattr(module, "sum_rows", lambda *_, **options: launched.append(options))
+    g, out = torch.randn(6, 4, dtype=torch.bfloat16), torch.ones(6, 4)
+    made(g, index.view(-1), 6, 2, torch.float32)
+    written(g, index.view(-1), 6, 2, torch.float32, out=out)
+    added(out, g, index.view(-1), 2)
+    assert [[*options] for options in launched] == [[], ["out"], ["total"]]

@@ -2,9 +2,10 @@
 
 Tokens come sorted by index, so those of one index are a run: STARTS[i] to STARTS[i + 1]. Each row of the gradient is
 written once, by one program for a block of columns, so there is no pass that fills it with zeros, and sums have an
-order. A run of more than LONG tokens would keep its program busy while others are done. Such runs are summed by chunks
-of LONG places first (`long_runs`), two rows of float32 a chunk: of the run that the chunk begins in, and of the one
-that begins in the chunk and goes on behind it.
+order. Or it is added to what is there: then only rows that have tokens are read and written. A run of more than LONG
+tokens would keep its program busy while others are done. Such runs are summed by chunks of LONG places first
+(`long_runs`), two rows of float32 a chunk: of the run that the chunk begins in, and of the one that begins in the chunk
+and goes on behind it.
 
     places   0        64       128      192            a run from 40 to 170
     chunks   |  --->  |        |        |              parts[0, 1] + parts[1, 0] + parts[2, 0]
@@ -51,8 +52,9 @@ def long_runs(
 def embedding_rows(
     GRAD, ORDER, STARTS, PARTS, DX, classes, stride, padding,
     COLS: tl.constexpr, LONG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """A program writes a block of ROWS rows. The row of index `padding` gets zeros."""
+    """A program writes a block of ROWS rows, or adds to them. The row of index `padding` gets zeros."""
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for number in tl.range(0, ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + number
@@ -70,4 +72,9 @@ def embedding_rows(
                     total += tl.sum(tl.load(PARTS + 2 * chunks[:, None] * COLS + c[None, :], mask=here, other=0.0), 0)
             else:
                 total = _sum(total, GRAD, ORDER, first, end, stride, c, COLS, TILE)
-            tl.store(DX + row * COLS + c, total.to(DX.dtype.element_ty), mask=c < COLS)
+            if ADD:
+                there = (c < COLS) & (end > first)
+                total += tl.load(DX + row * COLS + c, mask=there, other=0.0).to(tl.float32)
+                tl.store(DX + row * COLS + c, total.to(DX.dtype.element_ty), mask=there)
+            else:
+                tl.store(DX + row * COLS + c, total.to(DX.dtype.element_ty), mask=c < COLS)

@@ -8,9 +8,19 @@ pending over it: one reduction a step, whatever the number of microbatches.
 `accumulate_wgrad(g, x, dtype)` is `accumulate(linear_wgrad(g, x).to(dtype))`, of a product that is not rounded to the
 dtype of its operands. The first microbatch's product is the sum, and each other's is added to it by the product
 itself, which reads and writes the sum once: no term is ever in memory.
+
+`accumulate_rows(g, indices, classes, padding, dtype)` is the same of an embedding's gradient, in place of
+`accumulate(embedding_dense_backward(g, indices, classes, padding, False).to(dtype))`. The first microbatch writes all
+rows, and each other adds to those that its tokens have, equal ones in the order of tokens.
+
+`accumulate_more_rows(total, g, indices, padding)` is such a sum, `total`, with the rows of an embedding. Nothing else
+reads `total`, and who runs a graph adds to its memory (`ir.sums`). Run alone it is a call of a new result.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +72,58 @@ def _fake(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return g.new_empty((g.shape[-1], x.shape[-1]), dtype=dtype)
 
 
+def _row_sums(g: Tensor, index: Tensor, classes: int, padding: int, dtype: torch.dtype) -> Tensor:
+    return add_row_sums(g.new_zeros((classes, g.shape[-1]), dtype=dtype), g, index, padding)
+
+
+def write_row_sums(g: Tensor, index: Tensor, classes: int, padding: int, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    """The same rows, written to `out`, which is of their dtype."""
+    return add_row_sums(out.zero_(), g, index, padding)
+
+
+def add_row_sums(total: Tensor, g: Tensor, index: Tensor, padding: int) -> Tensor:
+    """Add the rows of an embedding's gradient to the sum. Those of `padding`, and of none of its rows, are left out."""
+    if total.device.type != "cpu":  # where `index_add_` adds in any order
+        rows = aten.embedding_dense_backward.default(g.to(total.dtype), index, total.shape[0], padding, False)
+        return total.add_(rows)
+    rows, index = torch.reshape(g, (-1, g.shape[-1])), torch.reshape(index, (-1,))
+    counts = (index >= 0) & (index < total.shape[0]) & (index != padding)
+    if not counts.all():
+        rows, index = rows[counts], index[counts]
+    return total.index_add_(0, index, rows.to(total.dtype))
+
+
+def _more_rows(total: Tensor, g: Tensor, index: Tensor, padding: int) -> Tensor:
+    return add_row_sums(total.clone(), g, index, padding)
+
+
+def _fake_more_rows(total: Tensor, g: Tensor, index: Tensor, padding: int) -> Tensor:
+    if g.shape[:-1] != index.shape or g.shape[-1:] != total.shape[1:]:
+        shapes = f"{tuple(total.shape)}, {tuple(g.shape)} and {tuple(index.shape)}"
+        raise RuntimeError(f"accumulate_more_rows: shapes {shapes} do not fit")
+    return torch.empty_like(total)
+
+
+def _fake_rows(g: Tensor, index: Tensor, classes: int, padding: int, dtype: torch.dtype) -> Tensor:
+    if g.shape[:-1] != index.shape:
+        raise RuntimeError(f"accumulate_rows: shapes {tuple(g.shape)} and {tuple(index.shape)} do not fit")
+    return g.new_empty((classes, g.shape[-1]), dtype=dtype)
+
+
 ACCUMULATE = define("accumulate(Tensor x) -> Tensor", torch.clone, torch.clone)
 ACCUMULATE_WGRAD = define("accumulate_wgrad(Tensor g, Tensor x, ScalarType dtype) -> Tensor", _term, _fake)
-SUMS = (ACCUMULATE, ACCUMULATE_WGRAD)
+ACCUMULATE_ROWS = define(
+    "accumulate_rows(Tensor grad_output, Tensor indices, SymInt num_weights, int padding_idx, ScalarType dtype)"
+    " -> Tensor",
+    _row_sums,
+    _fake_rows,
+)
+ACCUMULATE_MORE_ROWS = define(
+    "accumulate_more_rows(Tensor total, Tensor grad_output, Tensor indices, int padding_idx) -> Tensor",
+    _more_rows,
+    _fake_more_rows,
+)
+# What adds its term to its sum itself, so that no term is in memory; and what of its arguments it adds with.
+ADDS: Mapping[Any, Callable[..., Tensor]] = {ACCUMULATE_WGRAD: add_wgrad, ACCUMULATE_ROWS: add_row_sums}
+ADDED_WITH: Mapping[Any, tuple[int, ...]] = {ACCUMULATE_WGRAD: (0, 1), ACCUMULATE_ROWS: (0, 1, 3)}
+SUMS = (ACCUMULATE, *ADDS, ACCUMULATE_MORE_ROWS)

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardc.ir.graph import Graph, Port
-from shardc.ir.ops.accumulate import ACCUMULATE, SUMS, add_wgrad
+from shardc.ir.ops.accumulate import ADDED_WITH, ADDS
 from shardc.ir.ops.context import RankContext, running
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.call_arguments import CallArguments, Slot
+from shardc.runtime.execute.direct_call import direct_call
 from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.prepared_code import CodeLine, Routine
 
@@ -42,10 +43,11 @@ class BodyCode:
                 self._free_in_last(line[4])
                 continue
             instruction = listing.instructions[index]
-            if instruction.node.target in SUMS:
-                add = torch.Tensor.add_ if instruction.node.target is ACCUMULATE else add_wgrad
-                into = instruction.yields[0][2]
-                rest = [add, CallArguments(tuple(map(Slot, (into, *instruction.reads))), {}), into, rest[-1]]
+            if instruction.total is not None:
+                op, into, given = instruction.node.target, instruction.yields[0][2], instruction.arguments.args
+                add = direct_call(ADDS.get(op, torch.Tensor.add_), device)
+                added = (Slot(instruction.total), *(given[position] for position in ADDED_WITH.get(op, (0,))))
+                rest = [add, CallArguments(added, {}), into, rest[-1]]
             self._later_microbatches.append((index, *rest))  # type: ignore[arg-type]
 
     def _free_in_last(self, slots: tuple[int, ...]) -> None:

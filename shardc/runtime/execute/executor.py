@@ -21,15 +21,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 
 from shardc.ir.graph import Graph, Port, type_of
-from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD, add_wgrad
+from shardc.ir.ops.accumulate import ADDED_WITH, ADDS
 from shardc.ir.ops.context import RankContext, running
 from shardc.partition.program_counter import STRIDE, graphs_of
 from shardc.partition.stage_arena import arena_plans
 from shardc.partition.staged_program import StagedProgram
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.body_code import BodyCode
+from shardc.runtime.execute.direct_call import direct_call
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.peer_groups import PeerGroups
@@ -203,13 +205,16 @@ class Executor:
         return act
 
     # ------------------------------------------------------------------ gradients, and the end of the step
-    def _add(self, name: str, term: torch.Tensor, *product: Any) -> None:
+    def _add(self, name: str, term: torch.Tensor, *more: Any, by: OpOverload | None = None) -> None:
         """Add a microbatch's term to a sum, which has its own memory. Sums over ranks are contiguous on all of them. Or
-        a term that is the `product` of a gradient with an operand, in a dtype."""
+        what an op that adds to sums makes of the arguments."""
         total = self._sums.get(name)
-        if product:
-            x, dtype = product
-            self._sums[name] = ACCUMULATE_WGRAD(term, x, dtype) if total is None else add_wgrad(total, term, x)
+        if by is not None:
+            given, device = (term, *more), self.peers.device
+            if total is None:
+                self._sums[name] = direct_call(by, device)(*given)
+            else:
+                direct_call(ADDS[by], device)(total, *(given[position] for position in ADDED_WITH[by]))
         elif total is not None:
             total.add_(term)
         elif name in self.program.shared:

@@ -22,8 +22,10 @@ from shardc.ir.call_slots import CallSlots, slotted_calls
 from shardc.ir.graph import Graph, cited, info, op_name, operands, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import MADE, in_microbatch
+from shardc.ir.ops.accumulate import ACCUMULATE, ADDS
 from shardc.ir.ops.context import Communicator, RankContext
 from shardc.ir.ops.kernels import IN_ORDER, KERNELS, is_plain
+from shardc.ir.sums import whole_sum
 from shardc.runtime.execute.call_arguments import CallArguments, Slot, Viewed
 
 
@@ -66,10 +68,12 @@ class Numerics:
 
 @dataclass(frozen=True)
 class CallInstruction(CallSlots):
-    """A call with what runs it. `arguments(env)` gives its args and kwargs."""
+    """A call with what runs it. `arguments(env)` gives its args and kwargs. What all microbatches but the first add to
+    a sum is added to what slot `total` holds, from the one before."""
 
     target: Callable[..., Any]
     arguments: CallArguments
+    total: int | None = None
 
     @property
     def name(self) -> str:
@@ -113,6 +117,7 @@ def list_calls(graph: Graph, numerics: Numerics) -> Listing:
             call.free,
             _target(call.node, numerics),
             _arguments(call.node, slots, numerics),
+            slots[whole_sum(call.node)] if call.node.target in (ACCUMULATE, *ADDS) else None,
         )
         for call in slotted.calls
     )

@@ -205,7 +205,7 @@ class Routine:
                 result_places |= {p: self._member_place(piece) for p, piece in pieces.items()}
                 result_places |= {p or 0: self._fixed[slot] for _, p, slot in instruction.yields if slot in self._fixed}
                 code[-1] = self._write_in_place(code[-1], instruction, result_places)
-            elif pieces:
+            elif pieces and pieces[0].make is not None:
                 code[-1] = self._produce_at(code[-1], instruction, pieces[0].make, self._member_place(pieces[0]))
             elif (slot := self._over.get(instruction.node)) is not None:
                 write, name = WRITERS[instruction.node.target]
@@ -312,7 +312,7 @@ class Routine:
             )
         else:
             assert make is not None
-            call, arguments = direct_call(make), arguments.with_named(out=place_argument(place))
+            call, arguments = direct_call(make, self._device), arguments.with_named(out=place_argument(place))
         return index, call, arguments, () if into in self._fixed else into, free
 
     def run(

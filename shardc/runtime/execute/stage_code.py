@@ -17,7 +17,7 @@ from torch import fx
 
 from shardc.ir.graph import Graph, Port, info
 from shardc.ir.microbatch import GIVEN
-from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
+from shardc.ir.ops.accumulate import ADDS
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.context import RankContext
 from shardc.runtime.execute.arena import Arena
@@ -159,8 +159,8 @@ class GraphCode:
 
 
 def add_terms_early(graph_code: GraphCode, add: Callable[..., None]) -> list[tuple[str, int]]:
-    """Insert calls that add a graph's terms to their sums as soon as they are made; a product adds its own. Returns the
-    terms that no call makes, with their slots."""
+    """Insert calls that add a graph's terms to their sums as soon as they are made; products and rows add their own.
+    Returns the terms that no call makes, with their slots."""
     sums = [(port.name, slot) for port, slot in graph_code.outputs if port.role == "sum"]
     slots = [slot for _, slot in graph_code.outputs]
     remaining: list[tuple[str, int]] = []
@@ -172,9 +172,9 @@ def add_terms_early(graph_code: GraphCode, add: Callable[..., None]) -> list[tup
         last = producing_lines[-1]
         free = (slot,) if slots.count(slot) == 1 else ()
         instruction = graph_code.routine.listing.instructions[graph_code.code[last][0]]
-        if instruction.target is ACCUMULATE_WGRAD and free:  # the product adds what it makes
+        if instruction.target in ADDS and free:  # the call adds what it makes
             index, _, arguments, _, freed = graph_code.code[last]
-            graph_code.code[last] = index, partial(add, name), arguments, (), freed
+            graph_code.code[last] = index, partial(add, name, by=instruction.target), arguments, (), freed
             continue
         line = graph_code.code[last][0], partial(add, name), CallArguments((Slot(slot),), {}), (), free
         graph_code.code.insert(last + 1, line)

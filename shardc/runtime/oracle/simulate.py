@@ -20,7 +20,7 @@ from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean
 from shardc.ir.graph import Graph, Port, info, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import GIVEN
-from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_WGRAD
+from shardc.ir.ops.accumulate import ACCUMULATE
 from shardc.ir.ops.collectives import COLLECTIVES, Exchange, Steps
 from shardc.ir.ops.context import RankContext, running
 from shardc.ir.ops.decomposed import DECOMPOSED
@@ -197,9 +197,10 @@ def _call(
 ) -> None:
     """One instruction on all ranks; an `accumulate` of another microbatch than the first adds to what is there."""
     operands = [env[slot] for slot in instruction.reads]
-    if instruction.node.target is ACCUMULATE and not first:
+    total = None if first else instruction.total
+    if instruction.node.target is ACCUMULATE and total is not None:
         _, _, slot = instruction.yields[0]
-        env[slot] = summed(env[slot] or [], operands[0] or [])
+        env[slot] = summed(env[total] or [], operands[0] or [])
     else:
         run = _meet if instruction.target in COLLECTIVES else _each
         try:
@@ -215,8 +216,7 @@ def _call(
             raise
         for _, position, slot in instruction.yields:
             picked = _pick(results, position, numerics)
-            adds = instruction.node.target is ACCUMULATE_WGRAD and not first
-            env[slot] = summed(env[slot] or [], picked) if adds else picked
+            env[slot] = picked if total is None else summed(env[total] or [], picked)
     if observe:
         for value, _, slot in instruction.yields:
             observe(value, env[slot] or [])

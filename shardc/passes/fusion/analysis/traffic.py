@@ -16,9 +16,11 @@ from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, operands, type_of
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.ops import local
+from shardc.ir.ops.accumulate import ACCUMULATE_MORE_ROWS, ACCUMULATE_ROWS
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.decomposed import DECOMPOSED
 from shardc.ir.storages import layouts, yields
+from shardc.ir.sums import row_bytes
 
 aten = torch.ops.aten
 PRODUCTS = {  # as `op_name` spells them: aten's without a namespace, ours with it
@@ -60,7 +62,7 @@ def bytes_by_call(graph: Graph) -> dict[fx.Node, int]:
         if name in PRODUCTS or node.target is local.axis_offset:
             continue
         written = [value for value, _ in yields(node) if storage_of[value].value is value]
-        if written:
+        if written or node.target is ACCUMULATE_MORE_ROWS:
             bytes_moved[node] = node_bytes(graph, node, written)
     return bytes_moved
 
@@ -73,8 +75,11 @@ def node_bytes(graph: Graph, node: fx.Node, results: list[fx.Node]) -> int:
     if node.target is aten.embedding.default:  # it reads the selected rows of the table only
         index = operands(node)[1]
         return 2 * written + type_of(index).local_bytes(graph.mesh)
+    read_whole = operands(node)
+    if node.target in (ACCUMULATE_ROWS, ACCUMULATE_MORE_ROWS):  # they add to the rows of their tokens only
+        written, read_whole = 2 * row_bytes(graph, node), read_whole[-2:]
     read = 0
-    for value in dict.fromkeys(operands(node)):
+    for value in dict.fromkeys(read_whole):
         size = type_of(value).local_bytes(graph.mesh)
         # Of a slice's operand, only the slice is read.
         is_slice = node.target in (aten.slice.Tensor, aten.select.int, aten.view.default, local.shard_slice)
