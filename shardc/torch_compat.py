@@ -1545,6 +1545,15 @@ def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(into), list(given))
 
 
+ADDED_AT_ONCE = 64  # tensors that one kernel of `add_all` takes
+
+
+def add_all(totals: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+    """Add each tensor to another, in place, in as few kernels as torch has for it."""
+    if totals:
+        torch._foreach_add_(list(totals), list(terms))
+
+
 def fused_adamw(
     w: Tensor,
     g: Tensor,
