@@ -1545,9 +1545,18 @@ def copy_all(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(into), list(given))
 
 
-def wide_norms(xs: Sequence[Tensor]) -> list[Tensor]:
+def wide_norms(xs: Sequence[Tensor]) -> Sequence[Tensor]:
     """The norm of each tensor in float64, without a copy of it, in as few kernels as torch has for it."""
     return torch._foreach_norm([x.detach() for x in xs], 2, torch.float64)
+
+
+ADDED_AT_ONCE = 64  # tensors that one kernel of `add_all` takes
+
+
+def add_all(totals: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+    """Add each tensor to another, in place, in as few kernels as torch has for it."""
+    if totals:
+        torch._foreach_add_(list(totals), list(terms))
 
 
 def fused_adamw(

@@ -19,6 +19,7 @@ from shardc.cost.beside import beside
 from shardc.cost.flops import Flops, flops, human_flops
 from shardc.cost.memory import PHASES
 from shardc.explain.predicted_program import PredictedProgram
+from shardc.ir.buckets import is_summed
 from shardc.ir.collectives import Collective, human_bytes
 from shardc.ir.diagnostic import listed
 from shardc.ir.fold import Line, described, fold
@@ -74,7 +75,7 @@ def halves(program: Program) -> list[str]:
 
 def in_buckets(program: Program, graphs: Iterable[Graph]) -> list[str]:
     """How many collectives of these graphs travel together, and how that is switched off."""
-    counts = [len(given(pack)["leads"]) for graph in graphs for pack in graph.calls_of(PACK)]
+    counts = [len(given(pack)["leads"]) for graph in graphs for pack in graph.calls_of(PACK) if not is_summed(pack)]
     size = human_bytes(Plan.parse(program.plan.get("text", "")).bucket_bytes)
     said = f"{sum(counts)} collectives travel as {len(counts)}, of up to {size} each; alone by bucket: false"
     return [f"buckets: {said}"] if counts else []

@@ -275,8 +275,8 @@ def finish(staged: StagedProgram, options: Options, *, fused: bool = True, merge
 
 def _with_kernels(staged: StagedProgram, options: Options) -> StagedProgram:
     """The last passes: what graphs leave in memory is known once they have their kernels."""
-    fuse, *offload = kernel_passes(options)
-    fused = staged.transformed(lambda graph: run(graph, [fuse], options))
+    fuse, join, *offload = kernel_passes(options)
+    fused = staged.transformed(lambda graph: run(graph, [fuse, join], options))
     if staged.axis:
         fused, offload = _stages_offloaded(fused, options), [options.states]
     moved = fused.transformed(lambda graph: run(graph, offload, options))

@@ -35,6 +35,7 @@ from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.join_squares import JoinSquares
+from shardc.passes.join_sums import JoinSums
 from shardc.passes.memory.offload import Offload
 from shardc.passes.memory.offload_states import OffloadStates
 from shardc.passes.memory.recompute import Recompute
@@ -156,7 +157,7 @@ def call_passes(options: Options) -> list[Pass]:
 
 def kernel_passes(options: Options) -> list[Pass]:
     """The passes behind those: kernels are made, and then what graphs leave in memory is known, and may be moved."""
-    return [options.fuse, options.offload, options.states]
+    return [options.fuse, JoinSums(), options.offload, options.states]
 
 
 @dataclass

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from torch import fx
@@ -34,6 +35,7 @@ from shardc.cost.flops import OF_EXPERTS, PARTS, RINGS, ROWS, attention_tiles, n
 from shardc.cost.product_shapes import PRODUCT_SHAPES
 from shardc.ir.arena import views
 from shardc.ir.attention_rings import SO_FAR
+from shardc.ir.buckets import Piece, is_summed, pieces
 from shardc.ir.collectives import KINDS as COLLECTIVE_KINDS
 from shardc.ir.collectives import Collective, collective
 from shardc.ir.graph import Graph, info, op_name, operands, type_of
@@ -41,7 +43,8 @@ from shardc.ir.group_axes import axes_used_twice
 from shardc.ir.hardware import Hardware
 from shardc.ir.in_flight import copied_bytes
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.accumulate import ACCUMULATE_MORE_ROWS, ACCUMULATE_ROWS
+from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_MORE_ROWS, ACCUMULATE_ROWS
+from shardc.ir.ops.buckets import PACK, UNPACK
 from shardc.ir.ops.collectives import COLLECTIVES
 from shardc.ir.ops.host_copies import ENDS, HOST_COPIES, OFFLOADS
 from shardc.ir.ops.local import axis_offset
@@ -170,6 +173,8 @@ class _Costs:
         if node.target in HOST_COPIES:
             return self._host_copy(node)
         name = op_name(node.target)
+        if node.target in (PACK, UNPACK) and (copied := self._joined(node)) is not None:
+            return CallCost("copy", self._moving(2 * copied)) if copied else NOTHING
         if name in PRODUCT_SHAPES:
             return self._product(node, name)
         if name in ATTENTION:
@@ -217,6 +222,19 @@ class _Costs:
     # ------------------------------------------------------------------ bytes
     def _operand(self, value: fx.Node) -> Operand:
         return self.layouts.operands[value]
+
+    @cached_property
+    def _pieces(self) -> dict[fx.Node, Piece]:
+        return pieces(self.graph)
+
+    def _joined(self, node: fx.Node) -> int | None:
+        """The bytes that are copied into a flat tensor that is summed over microbatches, or from it into buckets; None
+        of other flat tensors."""
+        packs = node.target is PACK
+        if not (is_summed(node) if packs else operands(node)[0].target is ACCUMULATE):
+            return None
+        values = operands(node) if packs else [value for value, _ in yields(node)]
+        return sum(self._bytes(value) for value in values if (value in self._pieces) != packs)
 
     def _elements(self, value: fx.Node) -> int:
         return math.prod(self._operand(value).shape)
@@ -367,7 +385,8 @@ def _values(argument: Any) -> list[fx.Node]:
 
 
 # Costed one by one: a collective's cost names its value, and its stream depends on who reads that.
-NOT_SHARED = frozenset((*COLLECTIVE_KINDS, *map(op_name, HOST_COPIES), *RINGS, *ROWS, *PARTS))
+# What flat tensors copy depends on who makes their members.
+NOT_SHARED = frozenset((*COLLECTIVE_KINDS, *map(op_name, (*HOST_COPIES, PACK, UNPACK)), *RINGS, *ROWS, *PARTS))
 PUT_TOGETHER = frozenset((*RINGS, *ROWS, *PARTS))  # attention that is computed in tiles (`ir.ops.attention_tiles`)
 ATTENTION = frozenset(
     (

@@ -31,7 +31,9 @@ from shardc.ir.account import with_additions
 from shardc.ir.call_slots import SlottedCalls, slotted_calls
 from shardc.ir.graph import Graph, Phase, info, operands, type_of
 from shardc.ir.hardware import DELAY, Hardware
+from shardc.ir.mesh import Mesh
 from shardc.ir.overlap_schedule import Action, schedule_of
+from shardc.torch_compat import ADDED_AT_ONCE
 
 ADDITION = "add"
 
@@ -79,28 +81,24 @@ class Steps:
     """A graph's actions in order: those `before` several microbatches, `repeated` ones of each, those `once` a step.
     `later` are those of a microbatch that is not the first."""
 
+    mesh: Mesh
     calls: Sequence[fx.Node]
     before: Sequence[Action]
     repeated: Sequence[Action]
     later: Sequence[Action]
     once: Sequence[Action]
-    added: Mapping[fx.Node, float]  # call -> bytes of one of the terms of sums that it makes, the mean of them
 
 
 def steps_of(graph: Graph, listed: SlottedCalls | None = None) -> Steps:
     """The actions of a rank that runs a localized graph, whose calls are `listed`, if they are known."""
     listed = slotted_calls(graph) if listed is None else listed
-    actions, terms = with_additions(graph, listed, schedule_of(listed))
-    added: dict[fx.Node, float] = {}
-    for call in listed.calls:
-        if sizes := [type_of(v).local_bytes(graph.mesh) for v, _, _ in call.yields if v in terms]:
-            added[call.node] = sum(sizes) / len(sizes)
+    actions, _ = with_additions(graph, listed, schedule_of(listed))
     nodes = [call.node for call in listed.calls]
     many = graph.microbatches > 1
     first, last = (listed.repeated.start, listed.repeated.stop) if many else (0, 0)
     before, repeated = ([a for a in actions if a.at in section] for section in (range(first), range(first, last)))
     later = [a for a in repeated if a.at not in listed.first] if listed.first else repeated
-    return Steps(nodes, before, repeated, later, [a for a in actions if a.at >= last], added)
+    return Steps(graph.mesh, nodes, before, repeated, later, [a for a in actions if a.at >= last])
 
 
 def run(
@@ -209,8 +207,9 @@ class _Streams:
                 case "wait":
                     self._wait(node, cost, microbatch)
                 case "add":
-                    seconds = self.hardware.memory_seconds(3 * steps.added[node])
-                    self._kernel(node, "elementwise", seconds, 1, microbatch, f".{ADDITION}")
+                    size = sum(type_of(term).local_bytes(steps.mesh) for term in action.terms)
+                    seconds, launches = self.hardware.memory_seconds(3 * size), -(-len(action.terms) // ADDED_AT_ONCE)
+                    self._kernel(node, "elementwise", seconds, launches, microbatch, f".{ADDITION}")
                 case "free":
                     pass
 

@@ -21,6 +21,7 @@ from shardc.ir.microbatch import sections
 from shardc.ir.ops.accumulate import ADDS
 from shardc.ir.ops.host_copies import on_host
 from shardc.ir.overlap_schedule import Action, Times, schedule_of, times_of
+from shardc.ir.small_sums import added_together
 from shardc.ir.storages import Storage, storages, unread_bytes
 
 
@@ -62,7 +63,8 @@ class Account:
 
 
 def account_of(graph: Graph, *, overlap: bool, storage_of: dict[fx.Node, Storage] | None = None) -> Account:
-    """With overlap, the terms of a pipeline's sums (outputs of role "sum") are added as soon as they are made.
+    """With overlap, the terms of a pipeline's sums (outputs of role "sum") are added as soon as they are made,
+    small ones together.
     `storage_of` are the storages of the graph, where the caller knows them."""
     run = sections(graph)
     of = with_buckets(graph, storages(graph) if storage_of is None else storage_of, run)
@@ -100,14 +102,24 @@ def with_additions(
 ) -> tuple[list[Action], dict[fx.Node, int]]:
     """The actions, with those that add terms to a pipeline's sums, and at which of them each term is added."""
     terms = {v for port, v in zip(graph.outputs, graph.output_values, strict=True) if port.role == "sum"}
+    made = [
+        [value for value, _, _ in listed.calls[action.at].yields if value in terms]
+        if terms and action.kind in ("run", "wait")
+        else []
+        for action in actions
+    ]
+    groups = added_together(graph, [value for values in made for value in values])
+    behind = {group[-1]: tuple(group) for group in groups}
+    waiting = {value for group in groups for value in group[:-1]}
     extended: list[Action] = []
     added: dict[fx.Node, int] = {}
-    for action in actions:
+    for action, values in zip(actions, made, strict=True):
         extended.append(action)
-        for value, _, _ in listed.calls[action.at].yields if action.kind in ("run", "wait") else ():
-            if value in terms and value.target in ADDS:
+        for value in values:
+            if value.target in ADDS:
                 added[value] = len(extended) - 1  # by the call itself
-            elif value in terms:
-                added[value] = len(extended)
-                extended.append(Action("add", action.at))
+            elif value not in waiting:
+                together = behind.get(value, (value,))
+                added |= dict.fromkeys(together, len(extended))
+                extended.append(Action("add", action.at, terms=together))
     return extended, added

@@ -7,7 +7,8 @@ The flat tensor is then there from its first such member on. A member may be mad
 it lies there in one piece, and its op can write into a tensor that it is given. The graph itself stays a function of
 its inputs: that is for whoever runs it.
 
-An all-reduce of a flat tensor writes its result over it: nothing else reads that.
+An all-reduce of a flat tensor writes its result over it: nothing else reads that. So may a sum over microbatches of
+flat tensors: the first microbatch's becomes the sum (`runtime/execute/body_code.py`).
 """
 
 from __future__ import annotations
@@ -106,6 +107,13 @@ def pieces(body: Graph, run: Sections | None = None) -> dict[fx.Node, Piece]:
                 elif (make := maker(call.target)) is not None:
                     piece_of[value] = Piece(layout, index, make)
     return piece_of
+
+
+def is_summed(pack: fx.Node) -> bool:
+    """Is a flat tensor a term of a sum over microbatches that is unpacked, and nothing else? What lies between its
+    members is not read, and need not be zero."""
+    readers = list(pack.users)
+    return [call.target for call in readers] == [ACCUMULATE] and {call.target for call in readers[0].users} == {UNPACK}
 
 
 def reduced_in_place(moved: fx.Node) -> bool:

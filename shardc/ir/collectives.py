@@ -151,7 +151,8 @@ def bucket_of(value: fx.Node) -> fx.Node | None:
         return None
     unpack = value.args[0]
     assert isinstance(unpack, fx.Node)
-    return operands(unpack)[0] if unpack.target is UNPACK else None
+    moved = operands(unpack)[0] if unpack.target is UNPACK else None
+    return moved if moved is not None and op_name(moved.target) in KINDS else None
 
 
 def members(moved: fx.Node) -> dict[int, fx.Node]:

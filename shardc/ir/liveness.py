@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from shardc.ir.buckets import pieces
+from shardc.ir.buckets import is_summed, pieces
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, Phase, Port, Role, info, op_name
 from shardc.ir.in_place import writes
@@ -94,6 +94,8 @@ def lives(
                 if (moved := moves.get(id(target))) is None:
                     moved = moves[id(target)] = target in (PACK, UNPACK) or op_name(target) in KINDS
                 moved = moved or in_bucket
+                if moved and (made := storage.value).target is PACK and is_summed(made):
+                    moved = False
                 now = index if times is None else times.arrived[index]
                 forever = times is not None and target is axis_offset
                 if call in first and storage not in found:

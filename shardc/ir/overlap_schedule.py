@@ -44,12 +44,13 @@ PASS_ON = frozenset(
 class Action(NamedTuple):
     """An action on call `at`, which then frees the slots `free`. The result of "begin" is a `PendingResult`.
 
-    "add" is a pipeline's alone: a result of the call is added to the gradient that it is a term of.
+    "add" is a pipeline's alone: `terms`, of which the call makes the last, are added to their sums, by one call.
     """
 
     kind: Literal["run", "begin", "wait", "free", "add"]
     at: int
     free: tuple[int, ...] = ()
+    terms: tuple[fx.Node, ...] = ()
 
 
 def schedule_overlap(calls: Sequence[CallSlots], first: int, last: int) -> list[Action]:

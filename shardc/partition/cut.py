@@ -45,6 +45,7 @@ from shardc.partition.step_analysis import finest_analysis
 from shardc.partition.step_epilogue import EpilogueCut, StepEpilogue
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.join_squares import separate_squares
+from shardc.passes.join_sums import separate_sums
 from shardc.passes.sum_products import separate_terms
 from shardc.schedule.costs import Costs, StageCost
 from shardc.schedule.pipeline import PARTS, PartName, Pipeline, Stage, StagePart
@@ -148,6 +149,7 @@ def cut(
     cannot be cut.
     """
     graph = body.copy()
+    separate_sums(graph)
     separate_terms(graph)
     separate_squares(graph)
     kept_gathers = merge_gathers(graph)

@@ -40,6 +40,7 @@ from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.accumulate import ADDS
 from shardc.ir.ops.host_copies import BEGIN_FETCH
 from shardc.ir.ops.host_copies import on_host as lies_on_host
+from shardc.ir.small_sums import may_be_sums
 from shardc.ir.storages import Storage
 from shardc.partition.program_counter import graphs_of
 from shardc.partition.stage_arena import arena_plans
@@ -101,6 +102,12 @@ class Body:
     def added_at(self, port: Port) -> int:
         """When a term is added to its sum."""
         return self.account.added.get(self._outputs[port], self.account.moments)
+
+    @cached_property
+    def becoming_sums(self) -> set[fx.Node]:
+        """The terms that are the sums of a first microbatch, which do not copy them."""
+        together = [term for action in self.account.times.actions if len(action.terms) > 1 for term in action.terms]
+        return may_be_sums(self.graph, together) if together else set()
 
     @cached_property
     def _outputs(self) -> dict[Port, fx.Node]:
@@ -251,7 +258,11 @@ class Ranks:
         begun = {port.name for port in graph.outputs if port.role == "sum" and port.name not in self.sums}
         key = (id(graph), frozenset(owned.values()), frozenset(begun))
         if key not in self.runs:
-            lives = [*self._input_lives(body, owned, inputs), *self._call_lives(body), *self._sum_lives(body, begun)]
+            lives = [
+                *self._input_lives(body, owned, inputs),
+                *self._call_lives(body, begun),
+                *self._sum_lives(body, begun),
+            ]
             lives.sort(key=lambda life: life[0].born)
             self.runs[key] = Run(body, [life for life, _ in lives], [category for _, category in lives])
         self._look(index, self.runs[key])
@@ -279,14 +290,15 @@ class Ranks:
             lives.append((Life(storage, 0, dies, "bwd", "bwd", False, False), block.value.category))
         return lives
 
-    def _call_lives(self, body: Body) -> list[tuple[Life, Category]]:
+    def _call_lives(self, body: Body, begun: Collection[str]) -> list[tuple[Life, Category]]:
         lives: list[tuple[Life, Category]] = []
         for life in body.account.lives:
             ports = body.returned.get(life.storage, [])
             if self.early and ports and all(port.role == "sum" for port in ports):
                 if life.storage.value.target in ADDS:  # it is the sum, or is added by its call
                     continue
-                added = max((body.added_at(port) for port in ports), default=0)
+                becomes = life.storage.value in body.becoming_sums and ports[0].name in begun
+                added = body.account.moments if becomes else max(body.added_at(port) for port in ports)
                 life = replace(life, dies=max(life.born, added, body.last.get(life.storage, 0)))
             # Only what leaves a part is an activation, or has come back: masks are made by each part that reads them.
             fetched = life.storage.value.target is BEGIN_FETCH
@@ -300,7 +312,7 @@ class Ranks:
         lives: list[tuple[Life, Category]] = []
         for storage, ports in body.returned.items() if self.early else ():
             for port in ports:
-                if port.name in names:
+                if port.name in names and storage.value not in body.becoming_sums:
                     sum_ = Storage(storage.value, type_of(self._named[port.name]).local_bytes(self.mesh))
                     start = body.added_at(port)
                     lives.append((Life(sum_, start, body.account.moments, "bwd", "bwd", False, False), "gradients"))

@@ -448,7 +448,7 @@ def _other_blocks(args: dict[str, Any], before: TensorType, pos: int, axes: Axes
 
 
 def is_flat(node: fx.Node) -> bool:
-    """A collective of a bucket: `passes.verify.buckets_match` knows its members' layout."""
+    """A collective of a bucket, or a sum of several: `passes.verify.buckets_match` knows its members' layout."""
     return any(operand.target is PACK for operand in operands(node))
 
 
@@ -513,7 +513,7 @@ def _squared(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mes
 
 
 def _unpacked(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mesh) -> list[str]:
-    """Each member is its operand of the `pack` after the collective between the two."""
+    """Each member is its operand of the `pack` after the collective, or sum, between the two."""
     flat = operands(node)[0]
     if flat.op != "call_function" or not is_flat(flat):
         return ["unpacks what was not packed"]
@@ -521,7 +521,7 @@ def _unpacked(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Me
     members, args = operands(pack), given(flat)
     if len(members) != len(result_types):
         return [f"unpacks {len(result_types)} of {len(members)} members"]
-    axes: Axes = mesh.resolve(args["axes"])
+    axes: Axes = mesh.resolve(args.get("axes", ()))  # none of a sum over microbatches
     faults: list[str] = []
     for member, after in zip(map(type_of, members), result_types, strict=True):
         if after is None:

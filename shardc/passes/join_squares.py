@@ -54,8 +54,8 @@ def separate_squares(graph: Graph) -> None:
         args, total = given(joined), None
         with graph.fx.inserting_before(joined):
             for value, name in zip(args["xs"], args["of"], strict=True):
-                called = {"name": graph.unique(f"opt.{name}.norm.sum_of_squares")} if name else {}
-                term = graph.call(SUM_OF_SQUARES, (value,), like=joined, type=type_of(joined), **called)
+                called = graph.unique(f"opt.{name}.norm.sum_of_squares") if name else None
+                term = graph.call(SUM_OF_SQUARES, (value,), like=joined, type=type_of(joined), name=called)
                 total = term if total is None else graph.call(ADD, (total, term), like=joined, type=type_of(joined))
         assert total is not None
         _take_place(graph, joined, total)

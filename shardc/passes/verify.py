@@ -35,10 +35,10 @@ from shardc.rules.registry import find_rule
 from shardc.torch_compat import args_of, inputs_of, kwargs_of
 
 Comparison = Callable[[Graph, Graph], list[str]]  # of a graph before a pass and after it
+MOVES = (ACCUMULATE, *collectives.COLLECTIVES)  # what a flat tensor is packed for
 
 
-# Of a call the projection that its atoms agree with. As long as `project` gives the same, the call, its rule and the
-# atoms of its tensors are the same too.
+# Of a call the projection that its atoms agree with. As long as `project` gives the same, all of it is the same.
 _nested: WeakKeyDictionary[fx.Node, Projection] = WeakKeyDictionary()
 
 
@@ -149,18 +149,18 @@ def outputs_as_asked(graph: Graph) -> list[str]:
 
 
 def buckets_match(graph: Graph) -> list[str]:
-    """Each packed tensor goes through one collective and is unpacked once, completely, in the layout of the pack."""
+    """Each packed tensor goes through one collective or sum, and is unpacked once, whole, in the layout of the pack."""
     faults: list[str] = []
     for pack in graph.calls_of(PACK):
         args, name = given(pack), info(pack).name
         readers = list(pack.users)
         moved = readers[0] if len(readers) == 1 else None
-        if moved is None or moved.target not in collectives.COLLECTIVES or [u.target for u in moved.users] != [UNPACK]:
+        if moved is None or moved.target not in MOVES or [u.target for u in moved.users] != [UNPACK]:
             faults.append(f"{name} is not packed for one collective, unpacked once")
             continue
         (unpack,) = moved.users
         layout, mesh = given(unpack), graph.mesh
-        group = mesh.size(given(moved)["axes"])
+        group = mesh.size(given(moved).get("axes", ()))
         scatters, gathers = moved.target is collectives.reduce_scatter, moved.target is collectives.all_gather
         if (args["rows"], layout["rows"]) != (group if scatters else 1, group if gathers else 1):
             faults.append(f"{name} has {args['rows']} rows, and {layout['rows']} when it is unpacked")
@@ -372,11 +372,10 @@ ENSURES: dict[str, tuple[Check, ...]] = {
     "recompute": (results_follow_rules, operands_match, outputs_as_asked, groups_agree),
     "localize": (outputs_as_asked, groups_agree),
     "split_batch": (outputs_as_asked, groups_agree),
-    "align": (outputs_as_asked,),
+    **dict.fromkeys(("align", "decompose", "online_softmax"), (outputs_as_asked,)),
     **dict.fromkeys(("overlap", "late_gradients"), (outputs_as_asked, groups_agree)),
-    "decompose": (outputs_as_asked,),
-    **dict.fromkeys(("bucket", "prefetch", "offload", "offload_states"), (outputs_as_asked, buckets_match)),
-    "online_softmax": (outputs_as_asked,),
+    **dict.fromkeys(("bucket", "prefetch", "join_sums"), (outputs_as_asked, buckets_match)),
+    **dict.fromkeys(("offload", "offload_states"), (outputs_as_asked, buckets_match)),
 }
 
 # Of passes that leave the graph they are given as it is: checks of what must be the same before and after.
@@ -394,6 +393,7 @@ PRESERVES: dict[str, tuple[Comparison, ...]] = {
     "cheaper_calls": (same_interface, collectives_in_order),
     "merge_updates": (same_interface, collectives_in_order),
     "fuse": (same_interface, collectives_in_order, peak_within_bound),
+    "join_sums": (same_interface, collectives_in_order),
     "offload": (same_interface, same_but_for_copies, collectives_in_order),
     "offload_states": (same_interface, same_but_for_copies, collectives_in_order),
 }

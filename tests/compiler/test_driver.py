@@ -50,9 +50,10 @@ def test_every_step_of_a_compile_is_watched() -> None:
         *("normalize", "imply_masks", "group_experts", "limit_experts", "quantize", "sum_parts", "accumulate"),
         *("join_loads", "append_updates"),
     ]
-    assert order[-14:] == [
+    assert order[-15:] == [
         *("align", "overlap", "late_gradients", "sum_products", "decompose", "bucket", "prefetch", "bias_products"),
-        *("pick_columns", "cheaper_calls", "merge_updates", "fuse", "offload", "offload_states"),
+        *("pick_columns", "cheaper_calls", "merge_updates", "fuse", "join_sums", "offload"),
+        "offload_states",
     ]
     assert {len(graphs) for graphs in seen.values()} == {1}
     (_, before), (_, after) = seen["merge_updates"][0], seen["fuse"][0]

@@ -15,6 +15,8 @@ from shardc.ir.graph import Graph, info, operands
 from shardc.ir.hardware import Hardware
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops.local import axis_offset
+from shardc.ir.small_sums import SMALL
+from shardc.torch_compat import ADDED_AT_ONCE
 from tests.handmade import Builder, aten
 
 SIZE = 64
@@ -242,19 +244,32 @@ def test_a_collective_that_has_passed_takes_nothing_more() -> None:
     assert found.taken == pytest.approx(2 * 0.75 * REDUCED + PRODUCT, rel=1e-3)
 
 
-def test_terms_that_one_call_makes_are_added_once_each() -> None:
-    """As long as if calls of their own made them: their bytes are read twice and written."""
+@pytest.mark.parametrize("size", [SMALL // 4, SMALL // 4 + 1])
+def test_terms_of_small_sums_are_added_by_one_call(size: int) -> None:
+    """As long as if each had a call of its own, as large ones have: their bytes are read twice and written."""
     builder = Builder(MESH)
-    x = builder.input("x", TYPE, "input")
+    x = builder.input("x", f"f32[2, {size}]", "input")
     made = builder.call("both", None, aten.var_mean.correction, x, [0])
     for name, index in (("variance", 0), ("mean", 1)):
-        value = builder.call(name, f"f32[{SIZE}]", operator.getitem, made, index)
+        value = builder.call(name, f"f32[{size}]", operator.getitem, made, index)
         builder.output("sum", name, value)
     hardware = dataclasses.replace(FLAT, memory_bytes_per_second=1e9)
-    seconds = [
-        span.end - span.start for span in timed(builder.graph(), hardware)[0].spans if span.name.endswith(ADDITION)
-    ]
-    assert seconds == pytest.approx([3 * 4 * SIZE / 1e9] * 2, rel=1e-3)
+    spans = timed(builder.graph(), hardware)[0].spans
+    seconds = [span.end - span.start for span in spans if span.name.endswith(ADDITION)]
+    one = 3 * 4 * size / 1e9
+    assert seconds == pytest.approx([2 * one] if 4 * size <= SMALL else [one, one], rel=1e-3)
+
+
+def test_many_small_sums_are_several_launches() -> None:
+    def launches(count: int) -> int:
+        builder = Builder(MESH)
+        x = builder.input("x", TYPE, "input")
+        for k in range(count):
+            value = builder.call(f"y{k}", TYPE, aten.mul.Tensor, x, float(k))
+            builder.output("sum", f"y{k}", value)
+        return timed(builder.graph(), FLAT)[0].launches - count
+
+    assert [launches(count) for count in (1, 2, ADDED_AT_ONCE, ADDED_AT_ONCE + 1)] == [1, 1, 1, 2]
 
 
 def test_ranks_meet_later_the_longer_they_have_computed() -> None:

@@ -305,7 +305,9 @@ def test_the_summary_and_the_prediction_say_what_is_moved() -> None:
     (line,) = offloaded(program)
     assert f"{len(copies(program))} values of each microbatch under way" in line
     assert line.endswith(f"up to {human_bytes(program.memory().host.most)} a rank")
-    assert str(program.memory()).endswith(f"on the host: {human_bytes(most_on_host(program)[0])}")
+    assert str(program.memory()).endswith(
+        f"on the host: {human_bytes(most_on_host(program)[program.memory().fullest.number])}"
+    )
     assert not offloaded(before)
     rows = [row for row in program.predict().exposed_ms if row.kind.startswith("copy ")]
     assert {(row.kind, row.phase) for row in rows} == {("copy to host", "fwd"), ("copy from host", "bwd")}

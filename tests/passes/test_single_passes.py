@@ -53,6 +53,7 @@ from shardc.passes.context.pack_parts import PackParts
 from shardc.passes.fusion.fuse import Fuse
 from shardc.passes.gemm_padding import Align
 from shardc.passes.join_squares import JoinSquares
+from shardc.passes.join_sums import JoinSums
 from shardc.passes.memory.offload import Offload
 from shardc.passes.memory.offload_states import OffloadStates
 from shardc.passes.memory.recompute import Recompute
@@ -159,6 +160,7 @@ PASSES: Mapping[str, Callable[..., Pass]] = {
     "cheaper_calls": CheaperCalls,
     "merge_updates": MergeUpdates,
     "fuse": Fuse,
+    "join_sums": JoinSums,
     "offload": Offload,
     "offload_states": OffloadStates,
 }

@@ -32,8 +32,8 @@ FLOORS: list[dict[str, str]] = [
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.host_copies ops.kernels ops.linear
             ops.local ops.mirror ops.pick ops.scaled ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift
             ops.softmax ops.squares ops.step_runs ops.streams ops.take ops.windows overlap overlap_schedule parse
-            placement plain program provenance python schema slowdowns storages sums text trees types units verify
-            version
+            placement plain program provenance python schema slowdowns small_sums storages sums text trees types units
+            verify version
         """,
     },
     {
@@ -114,7 +114,7 @@ FLOORS: list[dict[str, str]] = [
             fusion.lowering.lowering_cache
             fusion.lowering.padding fusion.lowering.quotients fusion.lowering.reductions fusion.lowering.softmaxes
             fusion.lowering.special fusion.lowering.unfused gemm_padding halo_rows infer_placement infer_types
-            join_squares kernel_rows memory
+            join_squares join_sums kernel_rows memory
             memory.copy_schedule memory.offload memory.offload_states memory.recompute memory.recompute_choice
             memory.recompute_liveness memory.rerun_cost merge_updates normalize normalize.affine_positions
             normalize.decompositions normalize.decompositions.batch_norm normalize.decompositions.canonical

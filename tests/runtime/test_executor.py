@@ -92,13 +92,19 @@ def test_gradients_are_added_in_place(
 ) -> None:
     program, lists = ready
     homes: dict[str, list[int]] = {}
-    add = Executor._add
+    add, add_small = Executor.add, Executor.add_small
 
     def noted(self: Executor, name: str, term: torch.Tensor) -> None:
         add(self, name, term)
         homes.setdefault(name, []).append(self._sums[name].data_ptr())
 
-    monkeypatch.setattr(Executor, "_add", noted)
+    def several_noted(self: Executor, sums: list[tuple[str, bool]], *terms: torch.Tensor) -> None:
+        add_small(self, sums, *terms)
+        for name, _ in sums:
+            homes.setdefault(name, []).append(self._sums[name].data_ptr())
+
+    monkeypatch.setattr(Executor, "add", noted)
+    monkeypatch.setattr(Executor, "add_small", several_noted)
     executor_of(lists).run(*given(program))
     assert all(len(found) in (COUNT, 2 * COUNT) for found in homes.values())
     assert any(len(found) == 2 * COUNT for found in homes.values()), "the tied weight's, of two stages"

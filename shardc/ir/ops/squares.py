@@ -37,7 +37,7 @@ def _sum_of_squares(x: Tensor) -> Tensor:
 
 def _total_of_squares(xs: Sequence[Tensor], of: Sequence[str]) -> Tensor:
     if xs[0].is_cuda:
-        norms = torch.stack(torch_compat.wide_norms(xs))
+        norms = torch.stack(list(torch_compat.wide_norms(xs)))
         return torch.dot(norms, norms)
     total = _sum_of_squares(xs[0])
     for x in xs[1:]:

@@ -1,8 +1,9 @@
 """A rank's body as prepared code, which runs microbatch by microbatch: what `RunBody` does every step.
 
 What all microbatches read alike is made before them. The first microbatch initializes the sums, and later ones add to
-them in place; nor do later ones gather what the first has gathered for all. Calls that depend on the sums run once a
-step. `prepared_code` prepares the calls.
+them in place. A flat tensor of terms (`passes/join_sums.py`) becomes the sum itself, others are copied. Nor do later
+microbatches gather what the first has gathered for all. Calls that depend on the sums run once a step. `prepared_code`
+prepares the calls.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import fx
 
-from shardc.ir.graph import Graph, Port
-from shardc.ir.ops.accumulate import ADDED_WITH, ADDS
+from shardc.ir.buckets import is_summed
+from shardc.ir.graph import Graph, Port, operands
+from shardc.ir.ops.accumulate import ACCUMULATE, ADDED_WITH, ADDS
+from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.context import RankContext, running
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.call_arguments import CallArguments, Slot
@@ -37,7 +41,7 @@ class BodyCode:
         self._first_microbatch = routine.code(repeated.start, repeated.stop)  # in the first of them,
         self._later_microbatches: list[CodeLine] = []  # in any other: it adds to the first's sums, which are copies,
         self._once_per_step = routine.code(repeated.stop)  # and once, after all of them
-        for line in self._first_microbatch:
+        for position, line in enumerate(self._first_microbatch):
             index, *rest = line
             if index in listing.first:
                 self._free_in_last(line[4])
@@ -48,6 +52,8 @@ class BodyCode:
                 add = direct_call(ADDS.get(op, torch.Tensor.add_), device)
                 added = (Slot(instruction.total), *(given[position] for position in ADDED_WITH.get(op, (0,))))
                 rest = [add, CallArguments(added, {}), into, rest[-1]]
+                if self._is_flat(instruction.node):
+                    self._first_microbatch[position] = index, _taken, *line[2:]
             self._later_microbatches.append((index, *rest))  # type: ignore[arg-type]
 
     def _free_in_last(self, slots: tuple[int, ...]) -> None:
@@ -55,6 +61,13 @@ class BodyCode:
         if slots and self._later_microbatches:
             last = self._later_microbatches[-1]
             self._later_microbatches[-1] = (*last[:4], last[4] + slots)
+
+    def _is_flat(self, summed: fx.Node) -> bool:
+        """Is the term of a sum a flat tensor that nothing else reads, and that each microbatch makes anew?"""
+        term, listing = operands(summed)[0], self.listing
+        if summed.target is not ACCUMULATE or term.target is not PACK or not is_summed(term):
+            return False
+        return any(listing.instructions[index].node is term for index in listing.repeated if index not in listing.first)
 
     @torch.no_grad()
     def run(
@@ -106,3 +119,7 @@ class BodyCode:
         for i, stack in stacks.items():
             env[listing.outputs[i]] = torch.stack(stack)
         return {port: env[slot] for port, slot in zip(self.body.outputs, listing.outputs, strict=True)}
+
+
+def _taken(term: torch.Tensor) -> torch.Tensor:
+    return term

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from kernels_triton.base.inplace import Operand, Place
 from kernels_triton.launch.launch import HAS_TRITON
-from shardc.ir.buckets import Layout, Piece
+from shardc.ir.buckets import Layout, Piece, is_summed
 from shardc.ir.graph import Graph, operands, type_of
 from shardc.ir.ops.buckets import fill, member_views, shapes_of
 from shardc.ir.schema import given
@@ -32,7 +32,7 @@ class FlatBuffer:
         self._numels = [math.prod(shape) for shape in layout.shapes]
         leads, mids = tuple(self._args["leads"]), tuple(self._args["mids"])
         self._views, _, _ = member_views(tuple(self._numels), leads, mids, 1, self._args["unit"])
-        self._zeroed = layout.padded
+        self._zeroed = layout.padded and not is_summed(layout.pack)
 
     @property
     def has_copies(self) -> bool:

@@ -10,7 +10,7 @@
     Free              frees values; those whose last reader is the preceding work are freed one by one while it runs
 
 Each graph is prepared once (`runtime.execute.prepared_code`). Its collectives begin early and are waited for late. Each
-gradient is added to its sum in place, as soon as backward has made it.
+gradient is added to its sum in place, as soon as backward has made it; those of small sums by one call a part.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardc.runtime.execute.direct_call import direct_call
 from shardc.runtime.execute.microbatches import Feed
 from shardc.runtime.execute.monitor import RunMonitor
 from shardc.runtime.execute.peer_groups import PeerGroups
-from shardc.runtime.execute.stage_code import GraphCode, StepState, add_terms_early
+from shardc.runtime.execute.stage_code import GraphCode, StepState, add_terms
 from shardc.runtime.execute.step_epilogue import EpilogueCode, Outputs, blame_failures
 from shardc.runtime.execute.transfers import ChannelEnd, Clock, PendingReceive, TensorSpec, Transfers, goes_onward
 from shardc.schedule.instructions import (
@@ -53,6 +53,7 @@ from shardc.schedule.instructions import (
 )
 from shardc.schedule.lists import split_batches
 from shardc.schedule.pipeline import StagePart, ValueKey
+from shardc.torch_compat import add_all
 
 Act = Callable[[StepState], None]
 
@@ -145,7 +146,7 @@ class Executor:
         (graph,) = graphs_of(self.program, self.c, i)
         if id(graph) not in self._parts:
             code = GraphCode(graph, self.context, self.rank, self.peers.device, self.arena)
-            self._parts[id(graph)] = _PartCode(code, self.program, self.program.lists.pipeline.part(i), self._add)
+            self._parts[id(graph)] = _PartCode(code, self.program, self.program.lists.pipeline.part(i), self)
         part = self._parts[id(graph)]
         values_read = [self.program.lists.pipeline.value_key(name, i.microbatch) for name in part.reads]
         consumed = [value for value in values_read if value in freed]
@@ -205,7 +206,7 @@ class Executor:
         return act
 
     # ------------------------------------------------------------------ gradients, and the end of the step
-    def _add(self, name: str, term: torch.Tensor, *more: Any, by: OpOverload | None = None) -> None:
+    def add(self, name: str, term: torch.Tensor, *more: Any, by: OpOverload | None = None) -> None:
         """Add a microbatch's term to a sum, which has its own memory. Sums over ranks are contiguous on all of them. Or
         what an op that adds to sums makes of the arguments."""
         total = self._sums.get(name)
@@ -221,6 +222,21 @@ class Executor:
             self._sums[name] = term.clone(memory_format=torch.contiguous_format)
         else:
             self._sums[name] = term.clone()
+
+    def add_small(self, sums: Sequence[tuple[str, bool]], *terms: torch.Tensor) -> None:
+        """Add a microbatch's terms to their sums, each by its name, and whether the term may become the sum."""
+        totals: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        for (name, may_be_sum), term in zip(sums, terms, strict=True):
+            total = self._sums.get(name)
+            if total is not None:
+                totals.append(total)
+                others.append(term)
+            elif may_be_sum and term.untyped_storage().nbytes() == term.nbytes and term.is_contiguous():
+                self._sums[name] = term
+            else:
+                self.add(name, term)
+        add_all(totals, others)
 
     def _reduce(self, i: ReduceGrads, counter: int, state: StepState) -> None:
         state.begin(counter)
@@ -285,16 +301,16 @@ class _PartCode:
         code: GraphCode,
         program: StagedProgram,
         part: StagePart,
-        add: Callable[..., None],
+        executor: Executor,
     ) -> None:
         members, self._value = program.members, program.lists.pipeline.value_key
-        self._code, self._add, self.reads = code, add, part.reads
+        self._code, self._add, self.reads = code, executor.add, part.reads
         source = {member: (name, k) for name in part.reads for k, member in enumerate(members(name))}
         self._reads = [(slot, *source[name]) for slot, name in code.values]
         slots = {port.name: slot for port, slot in code.outputs if port.role == "value"}
         self._makes = [(name, [slots[member] for member in members(name)]) for name in part.makes]
         self._microbatch_outputs = [(port, slot) for port, slot in code.outputs if port.role in ("buffer", "output")]
-        self._remaining_terms = add_terms_early(code, add)
+        self._remaining_terms = add_terms(code, executor.add, executor.add_small)
 
     def run(self, microbatch: int, consumed: Sequence[ValueKey], counter: int, within: str, state: StepState) -> None:
         """Values that are `consumed` are read for the last time: only the code's slots hold them then."""

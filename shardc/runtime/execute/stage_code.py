@@ -20,6 +20,7 @@ from shardc.ir.microbatch import GIVEN
 from shardc.ir.ops.accumulate import ADDS
 from shardc.ir.ops.buckets import PACK
 from shardc.ir.ops.context import RankContext
+from shardc.ir.small_sums import added_together, may_be_sums
 from shardc.runtime.execute.arena import Arena
 from shardc.runtime.execute.call_arguments import CallArguments, Slot
 from shardc.runtime.execute.microbatches import Feed
@@ -158,29 +159,63 @@ class GraphCode:
         self.routine.run(self.code, env, state.monitor, base, within)
 
 
-def add_terms_early(graph_code: GraphCode, add: Callable[..., None]) -> list[tuple[str, int]]:
-    """Insert calls that add a graph's terms to their sums as soon as they are made; products and rows add their own.
-    Returns the terms that no call makes, with their slots."""
-    sums = [(port.name, slot) for port, slot in graph_code.outputs if port.role == "sum"]
-    slots = [slot for _, slot in graph_code.outputs]
+def add_terms(graph_code: GraphCode, add: Callable[..., None], add_small: Callable[..., None]) -> list[tuple[str, int]]:
+    """Insert calls that add a graph's terms to their sums: large ones as soon as they are made, small ones together,
+    by `add_small`, behind the last of them (`ir.small_sums`). Products and rows add their own. Returns the terms that no
+    call makes, with their slots."""
+    graph, outputs, code = graph_code.graph, graph_code.outputs, graph_code.code
+    value_of = {slot: value for (_, slot), value in zip(outputs, graph.output_values, strict=True)}
+    slots, instructions = [slot for _, slot in outputs], graph_code.routine.listing.instructions
     remaining: list[tuple[str, int]] = []
-    for name, slot in sums:
-        producing_lines = [index for index, code in enumerate(graph_code.code) if _fills(code, slot)]
-        if not producing_lines:
+    made: list[tuple[int, int, str, int]] = []  # by which line, as which of its results; the name and slot of each
+    for name, slot in [(port.name, slot) for port, slot in outputs if port.role == "sum"]:
+        places = [(index, place) for index, line in enumerate(code) if (place := _fills(line, slot)) is not None]
+        if places:
+            made.append((*places[-1], name, slot))
+        else:
             remaining.append((name, slot))
-            continue
-        last = producing_lines[-1]
-        free = (slot,) if slots.count(slot) == 1 else ()
-        instruction = graph_code.routine.listing.instructions[graph_code.code[last][0]]
-        if instruction.target in ADDS and free:  # the call adds what it makes
-            index, _, arguments, _, freed = graph_code.code[last]
-            graph_code.code[last] = index, partial(add, name, by=instruction.target), arguments, (), freed
-            continue
-        line = graph_code.code[last][0], partial(add, name), CallArguments((Slot(slot),), {}), (), free
-        graph_code.code.insert(last + 1, line)
+    made.sort()
+    groups = added_together(graph, [value_of[slot] for _, _, _, slot in made])
+    together = {value: index for index, group in enumerate(groups) for value in group}
+    become = may_be_sums(graph, together) if together else set[fx.Node]()
+    reads = {slot: line for line, (index, *_) in enumerate(code) for slot in instructions[index].reads}  # the last
+    additions: list[tuple[int, CodeLine]] = []  # behind which line
+
+    def add_behind(line: int, added: Callable[..., None], *read: int) -> None:
+        free = tuple(slot for slot in read if slots.count(slot) == 1 and reads.get(slot, 0) <= line)
+        additions.append((line, (code[line][0], added, CallArguments(tuple(map(Slot, read)), {}), (), free)))
+        for slot in read:
+            if slots.count(slot) == 1 and slot not in free:  # a call behind the addition reads it
+                *last, freed = code[reads[slot]]
+                code[reads[slot]] = *last, (*freed, slot)  # type: ignore[assignment]
+
+    small: dict[int, list[tuple[int, int, str, int]]] = {}
+    for term in made:
+        line, _, name, slot = term
+        index, _, arguments, _, freed = code[line]
+        if value_of[slot] in together:
+            small.setdefault(together[value_of[slot]], []).append(term)
+        elif instructions[index].target in ADDS and slots.count(slot) == 1 and slot not in reads:
+            code[line] = (
+                index,
+                partial(add, name, by=instructions[index].target),
+                arguments,
+                (),
+                freed,
+            )  # the call adds what it makes
+        else:
+            add_behind(line, partial(add, name), slot)
+    for terms in small.values():
+        named = [(name, value_of[slot] in become) for *_, name, slot in terms]
+        add_behind(terms[-1][0], partial(add_small, named), *(slot for *_, slot in terms))
+    for line, addition in sorted(additions, key=lambda pair: pair[0], reverse=True):
+        code.insert(line + 1, addition)
     return remaining
 
 
-def _fills(code: CodeLine, slot: int) -> bool:
+def _fills(code: CodeLine, slot: int) -> int | None:
+    """As which of its results a line of code makes what is in a slot, if it does."""
     into = code[3]
-    return into == slot if isinstance(into, int) else any(result_slot == slot for _, result_slot in into)
+    if isinstance(into, int):
+        return 0 if into == slot else None
+    return next((place for place, (_, result_slot) in enumerate(into) if result_slot == slot), None)
