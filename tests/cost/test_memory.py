@@ -14,6 +14,7 @@ from shardc.cost.memory import CATEGORIES, memory
 from shardc.ir.graph import Graph, info, type_of
 from shardc.ir.in_place import writes
 from shardc.ir.mesh import Mesh
+from shardc.ir.ops.accumulate import ACCUMULATE_MORE_ROWS, add_row_sums
 from shardc.ir.ops.collectives import COLLECTIVES, run_collective
 from shardc.ir.ops.context import running
 from shardc.partition.memory import ProgramMemory
@@ -80,7 +81,10 @@ def measured(body: Graph) -> list[int]:
                 args, kwargs = instruction.arguments(env)
                 steps = COLLECTIVES.get(instruction.target)
                 call = instruction.target if steps is None else partial(run_collective, steps)
+                call = add_row_sums if instruction.target is ACCUMULATE_MORE_ROWS else call
                 result = call(*args, **kwargs)
+                if instruction.total is not None:  # the memory of the sum so far
+                    env[instruction.total] = result
             for value, position, slot in instruction.yields if at - len(first) not in listing.first else ():
                 env[slot] = result if position is None else result[position]
                 if value in over and over[value].op is not None:
