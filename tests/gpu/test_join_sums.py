@@ -21,7 +21,6 @@ from tests.partition.test_small_sums import Stack, one_rank
 from tests.runtime.test_executor import given
 from tests.sums import sums_apart
 
-
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 

@@ -32,7 +32,8 @@ FLOORS: list[dict[str, str]] = [
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.host_copies ops.kernels ops.linear
             ops.local ops.mirror ops.pick ops.scaled ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift
             ops.softmax ops.squares ops.step_runs ops.streams ops.take ops.windows overlap overlap_schedule parse
-            placement plain program provenance python schema slowdowns small_sums storages text trees types units verify version
+            placement plain program provenance python schema slowdowns small_sums storages text trees types units
+            verify version
         """,
     },
     {
