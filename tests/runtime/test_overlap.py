@@ -122,7 +122,7 @@ graph @step mesh(cp=3) {
 def test_a_step_of_a_ring_is_under_way_while_others_compute() -> None:
     """The next step reads what the one before brings: begun early, it would wait for that before all else."""
     calls = slotted_calls(parse(RING)).calls
-    actions = [(kind, at) for kind, at, _ in schedule_overlap(calls, 0, len(calls))]
+    actions = [(kind, at) for kind, at, *_ in schedule_overlap(calls, 0, len(calls))]
     assert actions == [
         ("begin", 0), ("run", 1), ("wait", 0), ("begin", 2), ("run", 3), ("wait", 2), ("run", 4)
     ]  # fmt: skip

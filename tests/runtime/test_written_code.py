@@ -67,13 +67,15 @@ def test_a_layer_enters_no_python_but_that_of_its_kernels() -> None:
 
 
 def test_what_a_microbatch_adds_to_a_layer() -> None:
-    """Python of its products and of attention: of 40 calls or so 14 frames, and 8 within the sums of products."""
+    """Python of its products and of attention: of 40 calls or so 14 frames, 8 within the sums of products, and 4 that
+    say where biases' gradients are made."""
     more = frames(3, accumulate=4)
     for other in (frames(2, accumulate=4), frames(3, accumulate=3)):
         more.subtract(other)
     more.update(frames(2, accumulate=3))
     products = dict.fromkeys(("_linear_bias", "_dgrad", "add_wgrad", "multiplies_wide", "_matrices"), 4)
-    assert {name: calls for name, calls in more.items() if calls} == {**products, "whole": 1, "whole_backward": 1}
+    others = {"whole": 1, "whole_backward": 1, "FlatBuffer.member_view.<locals>.view": 4}
+    assert {name: calls for name, calls in more.items() if calls} == products | others
 
 
 class Turned(nn.Module):

@@ -48,11 +48,13 @@ class FlatBuffer:
 
     def member_view(self, index: int) -> Callable[[list[Any]], Tensor]:
         """The view of the flat tensor that is member `at`."""
-        shape, start = self.layout.shapes[index], self.layout.starts[index]
+        shape, start, slot = self.layout.shapes[index], self.layout.starts[index], self.slot
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
         def view(env: list[Any]) -> Tensor:
-            flat = self.tensor(env)
+            flat = env[slot]
+            if flat is None:
+                flat = self.tensor(env)
             return flat.as_strided(shape, strides, flat.storage_offset() + start)
 
         return view

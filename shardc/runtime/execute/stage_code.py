@@ -161,8 +161,8 @@ class GraphCode:
 
 def add_terms(graph_code: GraphCode, add: Callable[..., None], add_small: Callable[..., None]) -> list[tuple[str, int]]:
     """Insert calls that add a graph's terms to their sums: large ones as soon as they are made, small ones together,
-    by `add_small`, behind the last of them (`ir.small_sums`). Products and rows add their own. Returns the terms that no
-    call makes, with their slots."""
+    by `add_small`, behind the last of them (`ir.small_sums`). Products and rows add their own. Returns the terms that
+    no call makes, with their slots."""
     graph, outputs, code = graph_code.graph, graph_code.outputs, graph_code.code
     value_of = {slot: value for (_, slot), value in zip(outputs, graph.output_values, strict=True)}
     slots, instructions = [slot for _, slot in outputs], graph_code.routine.listing.instructions
