@@ -11,7 +11,7 @@ from torch import Tensor
 import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.ops.accumulate import (
-    ACCUMULATE,
+    ADDS,
     ACCUMULATE_MORE_ROWS,
     ACCUMULATE_ROWS,
     add_row_sums,
@@ -155,7 +155,7 @@ def test_a_step_of_several_microbatches_is_the_cpus(
     here, there = step(program, torch.device("cpu")), step(program, CUDA)
     monkeypatch.setattr(SumProducts, "run", lambda _, graph: graph)
     plain = compiled()
-    assert len(plain.body.calls_of(ACCUMULATE)) > 20
+    assert not [call for op in ADDS for call in plain.body.calls_of(op)]
     added = step(plain, CUDA)
     assert here.keys() == there.keys() == added.keys()
     for name, right in here.items():
