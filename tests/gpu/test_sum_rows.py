@@ -11,9 +11,9 @@ from torch import Tensor
 import shardc
 from examples.gpt2 import gpt2
 from shardc.ir.ops.accumulate import (
-    ADDS,
     ACCUMULATE_MORE_ROWS,
     ACCUMULATE_ROWS,
+    ADDS,
     add_row_sums,
     write_row_sums,
 )
