@@ -205,10 +205,12 @@ class Fingerprint:
             self.token("weakref")
             self.add(value())
         elif isinstance(value, CACHE):
+            if value.cache_info().currsize:
+                raise self.refusal(value, "remembers what it returned before")
             self.token("lru_cache")
             self.add(value.__wrapped__)
         elif isinstance(value, logging.Logger):
-            self.token("logger", value.name)
+            self.token("logger", value.name, value.getEffectiveLevel(), value.disabled, logging.root.manager.disable)
         elif kind is types.BuiltinFunctionType:
             self._builtin(value)
         elif kind in _DESCRIPTORS:

@@ -1,6 +1,6 @@
 """The folder of saved programs: a file a program, whole or not there, and no more in all than a bound.
 
-    ~/.cache/shardc/                or $XDG_CACHE_HOME/shardc; SHARDC_CACHE names another folder, or is "off"
+    ~/.cache/shardc/                SHARDC_CACHE=on: or $XDG_CACHE_HOME/shardc; or it names another folder
         KEY.program                 a line of JSON about it, with a checksum of the rest; the program
         KEY.hits                    as many bytes as times that it was taken
         refused.json                the last request that could not be cached, and why
@@ -60,8 +60,8 @@ class Folder:
 
     @classmethod
     def of_environment(cls) -> Folder | str:
-        """The folder that variables name, or the user's own; else why there is none."""
-        word, limit = os.environ.get(VARIABLE, "on"), _limit()
+        """The folder that variables name; else why there is none."""
+        word, limit = os.environ.get(VARIABLE, ""), _limit()
         if word.strip().lower() in OFF:
             return "the cache is off"
         if limit == 0:

@@ -43,11 +43,22 @@ class Place:
         return None if self.key is None or self.folder is None else self.folder.read(self.key.digest)
 
     def watched(self, compile: Callable[[], Compiled]) -> Compiled:
-        """What `compile` returns, which is watched: `write` refuses it where it read what the key does not know."""
+        """What `compile` returns, which is watched: `write` refuses it where it read what the key does not know.
+
+        Methods that are watched have other code meanwhile, which one that asks for its caller would see. So where one
+        has run, or compiling failed, it is compiled again, unwatched: that is what counts."""
         if self.witness is None:
             return compile()
-        with self.witness.watching():
-            return compile()
+        try:
+            with self.witness.watching():
+                made = compile()
+        except Exception:
+            if not self.witness.has_swapped:
+                raise
+        else:
+            if not self.witness.has_run:
+                return made
+        return compile()
 
     def write(self, compiled: Compiled, mode: str, content: Callable[[], dict[str, Any]]) -> str:
         """Keep a program, where `content` gives it as plain data; why that is not done, or an empty text."""

@@ -63,8 +63,7 @@ _SWITCHES: tuple[Callable[[], object], ...] = (
     lambda: torch.utils.deterministic.fill_uninitialized_memory,  # pyright: ignore[reportAttributeAccessIssue]
     torch.is_anomaly_enabled,
     torch.is_anomaly_check_nan_enabled,
-    torch.cuda.is_available,
-    torch.cuda.device_count,
+    torch.cuda.device_count,  # by NVML: `is_available` would spoil forks that use CUDA
     job_has_gpus,
 )
 

@@ -29,13 +29,19 @@ _OUTSIDE = {"socket.connect": "a socket", "subprocess.Popen": "another program",
 
 
 class Witness:
-    """`reason`: the first thing that was done of which the key knows nothing."""
+    """`reason`: the first thing that was done of which the key knows nothing. `has_run`: a method that was watched was
+    called, or its code looked at."""
 
     def __init__(self, key: Key) -> None:
-        self.reason = ""
+        self.reason, self.has_run = "", False
         self._key = key
         self._thread = threading.get_ident()
         self._watched: dict[int, FunctionType] = {}  # by their ids
+
+    @property
+    def has_swapped(self) -> bool:
+        """Are there methods that had other code while they were watched?"""
+        return bool(self._key.unknown)
 
     def check(self) -> None:
         """Raises UncacheableError where something was seen."""
@@ -61,6 +67,7 @@ class Witness:
             self._note(function, "is run")
 
     def _note(self, function: FunctionType, what: str) -> None:
+        self.has_run = True
         self.reason = self.reason or f"{function.__qualname__} {what}, and reads what is not known"
 
     def looked_at(self, value: object) -> None:

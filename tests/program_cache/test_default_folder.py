@@ -1,4 +1,4 @@
-"""Programs are kept unless a word says no, in the user's own folder; where there is none, compiling is as it was."""
+"""Programs are kept where a word says so, in the user's own folder; where there is none, compiling is as it was."""
 
 import errno
 import os
@@ -18,9 +18,10 @@ from shardc.program_cache.folder import Folder
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home in which nothing is yet, and no variable but its own."""
+    """A home in which nothing is yet, the cache on, and no other variable."""
     for name in ("SHARDC_CACHE", "SHARDC_CACHE_LIMIT", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SHARDC_CACHE", "on")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     return tmp_path / "home"
@@ -38,7 +39,13 @@ def cached(**options: Any) -> str:
     return program.cached
 
 
-def test_programs_are_kept_by_default(home: Path) -> None:
+def test_nothing_is_kept_without_a_word(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHARDC_CACHE")
+    assert cached() == "the cache is off"
+    assert not [*home.iterdir()]
+
+
+def test_programs_are_kept_in_the_users_own_folder(home: Path) -> None:
     assert [cached() for _ in range(2)] == ["stored", "hit"]
     folder = home / ".cache" / "shardc"
     assert Folder.of_environment() == Folder(folder)
@@ -62,7 +69,7 @@ def test_variables_name_other_folders(home: Path, monkeypatch: pytest.MonkeyPatc
         assert Folder.of_environment() == Folder(home / "caches" / "shardc")
     monkeypatch.setenv("SHARDC_CACHE", "~/programs")
     assert Folder.of_environment() == Folder(home / "programs")
-    monkeypatch.delenv("SHARDC_CACHE")
+    monkeypatch.setenv("SHARDC_CACHE", "on")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert Folder.of_environment() == Folder(home / ".cache" / "shardc"), "the standard says that it does not count"
 
@@ -164,7 +171,7 @@ def test_a_named_folder_may_lie_in_that_of_another_user(home: Path, monkeypatch:
 
     monkeypatch.setattr(os, "stat", foreign)
     assert Folder.of_environment() == Folder(home / "named")
-    monkeypatch.delenv("SHARDC_CACHE")
+    monkeypatch.setenv("SHARDC_CACHE", "on")
     assert "is another user's" in str(Folder.of_environment())
 
 

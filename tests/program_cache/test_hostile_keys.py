@@ -6,6 +6,7 @@ Longer than 400 lines: all cases are of one kind, and go through the same few fu
 
 import enum
 import functools
+import logging
 import operator
 import sys
 import threading
@@ -454,6 +455,15 @@ def a_plan_s_file(patch: pytest.MonkeyPatch) -> Requests:
         yield of(nn.Linear(8, 8), plan="plan.yaml")
 
 
+@case
+def a_loggers_level(patch: pytest.MonkeyPatch) -> Requests:
+    logger = logging.getLogger(__name__)
+    model = Scaled(lambda: 3.0 if logger.isEnabledFor(logging.DEBUG) else 2.0)
+    yield of(model)
+    patch.setattr(logger, "level", logging.DEBUG)
+    yield of(model)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_behind_the_key_s_back(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
@@ -493,6 +503,15 @@ def test_a_set_that_is_gone_through_has_no_key_and_one_that_is_only_held_has() -
     model = nn.Linear(8, 8)
     model.names = names  # type: ignore[assignment]
     assert key_of(of(model)).digest
+
+
+def test_a_function_that_remembers_what_it_returned_has_no_key() -> None:
+    factor = functools.lru_cache(lambda: 2.0)
+    model = Scaled(factor)
+    assert key_of(of(model)).digest
+    factor()
+    with pytest.raises(UncacheableError, match="remembers what it returned"):
+        key_of(of(model))
 
 
 class TwoReaders:

@@ -1,6 +1,7 @@
 """Methods whose reads are not known are watched while compiling, by code in their place, and stay what they are."""
 
 import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from shardc.compiler.request import Request
 from shardc.frontend.rolled_loops import active
 from shardc.frontend.watched_calls import really, stop_watching, watch_calls
 from shardc.program_cache.key import Key, key_of
+from shardc.program_cache.place import Place
 from shardc.program_cache.witness import Witness
 
 
@@ -136,3 +138,40 @@ def test_a_watched_function_whose_loops_are_rewritten_is_watched_on() -> None:
         assert really(Looping.summed).__code__ is code
     assert "Looping.summed is run" in witness.reason
     assert Looping.summed.__code__ is code
+
+
+class Asking:
+    """`scaled` asks who calls it; `deep` calls itself as often as Python allows."""
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return (2.0 if sys._getframe(1).f_code.co_name == "compile" else 3.0) * x  # pyright: ignore[reportPrivateUsage]
+
+    def deep(self, x: torch.Tensor, left: int = 450) -> torch.Tensor:
+        return 2.0 * x if left == 0 else self.deep(x, left - 1)
+
+
+@pytest.mark.parametrize("name", ["scaled", "deep"])
+def test_what_a_watched_method_ran_in_is_compiled_again(name: str) -> None:
+    """It may ask for its caller, or leave Python no room for other code in its place: what counts runs unwatched."""
+    compiles: list[bool] = []
+
+    def compile() -> Any:
+        function = getattr(Asking, name)
+        compiles.append(really(function) is not function)
+        return getattr(Asking(), name)(torch.ones(1))
+
+    found = Place(None, witness=of(getattr(Asking, name))).watched(compile)
+    assert torch.equal(found, torch.full((1,), 2.0))  # type: ignore[arg-type]
+    assert compiles == [True, False]
+
+
+def test_what_fails_while_nothing_is_watched_is_not_tried_again() -> None:
+    compiles: list[int] = []
+
+    def compile() -> Any:
+        compiles.append(1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Place(None, witness=of()).watched(compile)
+    assert compiles == [1]
