@@ -14,6 +14,7 @@ from shardc.ir.buckets import pieces
 from shardc.ir.graph import Graph, info, op_name, operands, type_of, update
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import in_microbatch
+from shardc.ir.ops import accumulate
 from shardc.ir.ops.accumulate import (
     ACCUMULATE,
     ACCUMULATE_MORE_ROWS,
@@ -299,7 +300,11 @@ def test_gradients_that_are_returned(layout: str, precision: str | None) -> None
 @pytest.mark.parametrize("precision", ["bf16", None])
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_rank_runs_what_is_simulated(tied: bool, twice: bool, precision: str | None) -> None:
+@pytest.mark.parametrize("few", [0, 1 << 15])
+def test_a_rank_runs_what_is_simulated(
+    few: int, tied: bool, twice: bool, precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accumulate, "FEW", few)
     program = compiled(model=Words(tied, twice=twice), precision=precision)
     body = program.body
     executor = BodyCode(body, rank_context(program.mesh, 0, None), 0, torch.device("cpu"))  # type: ignore[arg-type]
@@ -363,7 +368,11 @@ def test_a_gradient_that_something_else_reads_stays(read_again: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [(2, 5), (7,), (0,), ()])
 @pytest.mark.parametrize("padding", [-1, 2])
-def test_made_written_and_added_alike(dtype: torch.dtype, rows: tuple[int, ...], padding: int) -> None:
+@pytest.mark.parametrize("few", [0, 1 << 15])
+def test_made_written_and_added_alike(
+    dtype: torch.dtype, rows: tuple[int, ...], padding: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accumulate, "FEW", few)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     torch.manual_seed(0)
     g, index = torch.randn(6, *rows).movedim(0, -1).to(dtype), torch.randint(5, rows)
@@ -380,8 +389,10 @@ def test_made_written_and_added_alike(dtype: torch.dtype, rows: tuple[int, ...],
     assert total[5:].eq(1).all()
 
 
-def test_positions_out_of_range_add_nothing() -> None:
+@pytest.mark.parametrize("few", [0, 1 << 15])
+def test_positions_out_of_range_add_nothing(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in torch's gradient: whoever looks rows up has refused them."""
+    monkeypatch.setattr(accumulate, "FEW", few)
     g, index = torch.randn(4, 3), torch.tensor([1, -1, 5, 1 << 40])
     theirs = EMBEDDING(g, index, 5, -1, False)
     assert ACCUMULATE_ROWS(g, index, 5, -1, torch.float32).equal(theirs)

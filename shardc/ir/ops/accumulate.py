@@ -28,6 +28,7 @@ from torch import Tensor
 from kernels_triton.base.library import define
 
 aten = torch.ops.aten
+FEW = 1 << 15  # numbers, of which one call makes a term sooner than several calls add them
 
 
 def multiplies_wide(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
@@ -83,14 +84,14 @@ def write_row_sums(g: Tensor, index: Tensor, classes: int, padding: int, dtype: 
 
 def add_row_sums(total: Tensor, g: Tensor, index: Tensor, padding: int) -> Tensor:
     """Add the rows of an embedding's gradient to the sum. Those of `padding`, and of none of its rows, are left out."""
-    if total.device.type != "cpu":  # where `index_add_` adds in any order
+    few = max(g.numel(), total.numel()) < FEW
+    if few or total.device.type != "cpu":  # elsewhere `index_add_` adds in any order
         rows = aten.embedding_dense_backward.default(g.to(total.dtype), index, total.shape[0], padding, False)
         return total.add_(rows)
     rows, index = torch.reshape(g, (-1, g.shape[-1])), torch.reshape(index, (-1,))
     counts = (index >= 0) & (index < total.shape[0]) & (index != padding)
-    if not counts.all():
-        rows, index = rows[counts], index[counts]
-    return total.index_add_(0, index, rows.to(total.dtype))
+    rows = torch.where(counts[:, None], rows, 0).to(total.dtype)
+    return total.index_add_(0, torch.where(counts, index, 0), rows)
 
 
 def _more_rows(total: Tensor, g: Tensor, index: Tensor, padding: int) -> Tensor:
