@@ -1,4 +1,7 @@
-"""Embeddings add the rows of their tokens to the sums over microbatches: no term, no cast, and no second sum."""
+"""Embeddings add the rows of their tokens to the sums over microbatches: no term, no cast, and no second sum.
+
+Longer than 400 lines: one model in all layouts, and what each of them asks.
+"""
 
 from __future__ import annotations
 

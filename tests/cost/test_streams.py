@@ -1,4 +1,7 @@
-"""Graphs written by hand on the streams of a rank: times that follow by arithmetic, and what holds of every graph."""
+"""Graphs written by hand on the streams of a rank: times that follow by arithmetic, and what holds of every graph.
+
+Longer than 400 lines: all cases are graphs of few lines, on the same streams.
+"""
 
 import dataclasses
 import operator

@@ -1,4 +1,7 @@
-"""A second start takes the program that the first one left: the same program, or none."""
+"""A second start takes the program that the first one left: the same program, or none.
+
+Longer than 400 lines: what becomes of one program on disk, from the first start to the last.
+"""
 
 import configparser
 import json
