@@ -16,7 +16,7 @@ from torch import fx
 
 from shardc.ir.collectives import KINDS
 from shardc.ir.graph import Graph, op_name, type_of
-from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
+from shardc.ir.ops.accumulate import ADDS
 from shardc.ir.storages import Storage, storages
 
 SMALL = 1 << 20
@@ -46,8 +46,8 @@ def joined(
 
 def added_together(graph: Graph, terms: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """The terms of a part's small sums, which are added by one call behind the last of them, given all that calls
-    make, in order. Those that are added alone are left out, and those that products add."""
-    made = [term for term in dict.fromkeys(terms) if term.target is not ACCUMULATE_WGRAD]
+    make, in order. Those that are added alone are left out, and those that products and rows add."""
+    made = [term for term in dict.fromkeys(terms) if term.target not in ADDS]
     if len(made) < 2:
         return []
     of = storages(graph)

@@ -8,6 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+import shardc
+from shardc.ir.account import with_additions
+from shardc.ir.call_slots import slotted_calls
+from shardc.ir.ops.accumulate import ACCUMULATE_ROWS
+from shardc.ir.overlap_schedule import schedule_of
 from shardc.ir.small_sums import SMALL
 from shardc.partition.cut import cut
 from shardc.partition.staged_program import StagedProgram, scheduled
@@ -89,10 +94,10 @@ def test_the_first_terms_become_the_sums(monkeypatch: pytest.MonkeyPatch) -> Non
     copied: set[str] = set()
     add = Executor.add
 
-    def noted(self: Executor, name: str, *term: Any) -> None:
-        if len(term) == 1:
+    def noted(self: Executor, name: str, *term: Any, **by: Any) -> None:
+        if not by:
             copied.add(name)
-        add(self, name, *term)
+        add(self, name, *term, **by)
 
     monkeypatch.setattr(Executor, "add", noted)
     torch.manual_seed(0)
@@ -138,3 +143,36 @@ def test_pipelines_and_their_prediction(schedule: str, more: dict[str, Any]) -> 
     report = program.verify()
     assert report, str(report)
     assert program.memory().peak <= before.memory().peak + 4 * 13 * 32 * 4
+
+
+class Words(nn.Module):
+    """A table of few bytes, whose rows are added to their sum, beside biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.last = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(self.table(ids))))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_rows_add_their_own(schedule: str) -> None:
+    """They wait for no other term, and no other waits for them."""
+    torch.manual_seed(0)
+    model, plan = Words(), {"pipeline": {"axis": "pp", "schedule": schedule, "microbatches": 4}}
+    adam, ids = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randint(16, (8, 4))
+    program = shardc.compile(
+        model, (ids,), mesh="pp=2", plan=plan, optimizer=adam, loss=lambda out, _: out.square().mean()
+    )
+    graphs = [graph for graph in program.staged.graphs() if graph.calls_of(ACCUMULATE_ROWS)]
+    assert graphs
+    for graph in graphs:
+        (rows,) = graph.calls_of(ACCUMULATE_ROWS)
+        listed = slotted_calls(graph)
+        actions, added = with_additions(graph, listed, schedule_of(listed))
+        sums = [v for port, v in zip(graph.outputs, graph.output_values, strict=True) if port.role == "sum"]
+        assert actions[added[rows]].kind == "run"
+        assert added.keys() == {*sums}
+        assert rows not in {value for action in actions for value in action.terms}
+    assert program.verify().ok
