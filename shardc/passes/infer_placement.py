@@ -28,7 +28,7 @@ from torch._ops import OpOverload
 
 from shardc.ir.attention_parts import SOFTMAX, merge_faults, pack_faults, split_faults, weigh_faults
 from shardc.ir.blocks import Blocks
-from shardc.ir.graph import info, operands, type_of
+from shardc.ir.graph import info, operands, producer, type_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import collectives, local
 from shardc.ir.ops.accumulate import ACCUMULATE, ACCUMULATE_MORE_ROWS, ACCUMULATE_ROWS
@@ -505,7 +505,8 @@ def _squared(node: fx.Node, result_types: Sequence[TensorType | None], mesh: Mes
         type = type_of(value)
         if type.partial:
             return [f"squares what is pending: {_listed(type.partial)}"]
-        if any(isinstance(atom.size, Blocks) and atom.size.copied for atom in type.atoms):
+        copied = any(isinstance(atom.size, Blocks) and atom.size.copied for atom in type.atoms)
+        if copied and producer(value)[0].target not in (local.mask_blocks, *KERNELS):  # which leave one copy
             return [f"counts the copies of {type}"]
         if {*after.partial} != {(axis, "sum") for axis in type.axes}:
             return [f"adds up squares of what lies over {sorted(type.axes)}, the result says {after}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from shardc.passes.infer_placement import placement_faults
 from shardc.passes.join_squares import JoinSquares
 from shardc.runtime.train.nonfinite import probe
 from tests.api.test_weight_casts import piped
+from tests.models import test_unequal_blocks as unequal_blocks
 
 ROWS = {"inputs": {"*": "dp, -"}}
 TP = {"params": {"0.weight": "tp, -", "2.weight": "-, tp"}, **ROWS}
@@ -130,3 +132,14 @@ def test_other_parameters(dtypes: tuple[torch.dtype, ...]) -> None:
     (call,) = program.body.calls_of(TOTAL_OF_SQUARES)
     assert [type_of(value).dtype.is_complex for value in operands(call)] == [False] * len(dtypes)
     assert program.verify().ok
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_block_that_all_ranks_have_counts_once(fuse: bool, tmp_path: Path) -> None:
+    """Queries are cut, the key and value of one head are on every rank: all but one rank's are masked."""
+    plan = {"params": unequal_blocks.FUSED, "clip_grad_norm": 0.1, "fuse": fuse}
+    program = unequal_blocks.compiled(unequal_blocks.Attention(kv=1).double(), plan)
+    assert "|-" in str(type_of(operands(program.body.calls_of(TOTAL_OF_SQUARES)[0])[0]))
+    assert program.verify().ok
+    program.save(tmp_path / "program.json")
+    assert shardc.Program.load(tmp_path / "program.json").text() == program.text()
