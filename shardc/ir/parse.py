@@ -42,6 +42,7 @@ FACTOR = re.compile(r"[^\s,:{}]+")
 TYPE = re.compile(r"\w+\[[^\]\n]*\](?: *\|\w+ [\w:]+)*")
 LABEL = re.compile(r"(?:fwd|bwd|opt)(?=:)")
 NOTHING = re.compile(r"_(?![\w.])")
+NESTED = 16  # lists, one in another
 ROLES: tuple[Role, ...] = get_args(Role)
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ def parse(text: str, filename: str = "<text>") -> Graph:
 class _Parser:
     def __init__(self, text: str, filename: str) -> None:
         self.text, self.filename = text, filename
-        self.position = 0
+        self.position = self.nested = 0  # in so many lists
         self.fx = fx.Graph()
         self.values: dict[str, fx.Node] = {}
         self.inputs: list[Port] = []
@@ -275,7 +276,11 @@ class _Parser:
                 return self.string("a string")
             case "[":
                 self.expect("[")
+                if self.nested == NESTED:
+                    self.refuse(f"lists lie in {NESTED} others at most", self.position)
+                self.nested += 1
                 items = [] if self.peek() == "]" else self.list_of(self.argument)
+                self.nested -= 1
                 self.expect("]", "',' or ']'")
                 return items
             case _:

@@ -22,6 +22,7 @@ TENSORS = ("Tensor", "Tensor | None")
 MORE: dict[str, dict[str, Any]] = {
     "softmax": {"mask": torch.ones(24)},
     "bias_dropout_residual": {"offset": torch.tensor(0)},
+    "embedding_backward": {"total": torch.zeros(1000, 24)},
     "cross_entropy_finish": {"grad_scale": torch.tensor(0.5)},
     "adamw": {"grad_scale": torch.tensor(1.0), "skip": torch.tensor(False), "copy": torch.zeros(6 * 24)},
 }

@@ -186,6 +186,7 @@ def test_the_pass_runs_before_kernels_are_made() -> None:
     options = pass_pipeline.Options()
     names = [each.name for each in (*pass_pipeline.call_passes(options), *pass_pipeline.kernel_passes(options))]
     assert names == [
+        "join_squares",
         "align",
         "overlap",
         "late_gradients",
@@ -198,6 +199,7 @@ def test_the_pass_runs_before_kernels_are_made() -> None:
         "cheaper_calls",
         "merge_updates",
         "fuse",
+        "join_sums",
         "offload",
         "offload_states",
     ]

@@ -251,6 +251,15 @@ def test_damaged_files(name: str) -> None:
         assert program.to_json() == of.text
 
 
+@pytest.mark.parametrize("depth", [17, 5000])
+def test_lists_in_lists_in_lists(depth: int) -> None:
+    """Deeper than Python calls itself, too."""
+    text = base("tp").program.text()
+    at = text.index(", ", text.index(" = shardc.")) + 2
+    with pytest.raises(ShardcError, match="lists lie in 16 others at most"):
+        shardc.parse(text[:at] + "[" * depth + text[at:])
+
+
 def test_damaged_texts() -> None:
     """A text has no checksum and no reference: what is read is well typed."""
     of, draw = base("tp"), random.Random(5)

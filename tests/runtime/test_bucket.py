@@ -18,7 +18,7 @@ from shardc.cost.memory import memory
 from shardc.ir.buckets import is_summed, layout_of, pieces
 from shardc.ir.graph import Graph, info, op_name, operands, producer, type_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.ops.accumulate import ACCUMULATE_WGRAD
+from shardc.ir.ops.accumulate import ACCUMULATE_MORE_ROWS, ACCUMULATE_ROWS, ACCUMULATE_WGRAD
 from shardc.ir.ops.buckets import PACK, UNPACK, unpack
 from shardc.ir.ops.collectives import Exchange, all_gather
 from shardc.ir.ops.context import running
@@ -211,7 +211,7 @@ def test_sums_of_microbatches_are_kept_in_the_bucket() -> None:
     (pack,) = (node for node in body.calls() if node.target is PACK and not is_summed(node))
     made = pieces(body)
     makers = {producer(x)[0] for x in operands(pack)}
-    assert {node.target for node in makers} == {ACCUMULATE_WGRAD, UNPACK}
+    assert {node.target for node in makers} == {ACCUMULATE_WGRAD, ACCUMULATE_ROWS, ACCUMULATE_MORE_ROWS, UNPACK}
     assert sum(node.target is UNPACK for node in makers) == 1  # of small sums, which are copied there once a step
     assert [info(x).name for x in operands(pack) if x not in made] == []
 
