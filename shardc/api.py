@@ -166,8 +166,7 @@ def compile(
                under `no_grad`. The program returns every tensor that the model does, and a loss where there is one
     cache      whether a program that was compiled before, of an equal model, batch, plan and so on, is taken from the
                disk, and this one kept, where the variable SHARDC_CACHE says so ("on", or a folder); `program.cached`
-               tells. True: also where passes are watched, of which then none runs; None: unless they
-               are; False: never
+               tells. True: also where passes are watched, of which then none runs; None: unless they are; False: never
 
     Raises ShardcError with every problem found, each with a code, the line of the model or plan, and a hint.
     """

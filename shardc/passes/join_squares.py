@@ -70,8 +70,8 @@ def _chains(graph: Graph) -> list[tuple[fx.Node, list[fx.Node]]]:
             terms[call] = [call]
         elif call.target is ADD and len(operands(call)) == 2 and not call.kwargs:
             before, last = operands(call)
-            alike = before in terms and last in terms and type_of(before) == type_of(last) == type_of(call)
-            if alike and last.target is SUM_OF_SQUARES and len(before.users) == len(last.users) == 1:
+            alone = len(before.users) == len(last.users) == 1
+            if before in terms and last in terms and last.target is SUM_OF_SQUARES and alone:
                 terms[call] = [*terms.pop(before), *terms.pop(last)]
     return list(terms.items())
 

@@ -113,6 +113,29 @@ def test_a_false_placement_is_found() -> None:
     assert placement_faults(whole, [type_of(split)], mesh)
 
 
+FALSE = """
+graph @step mesh(tp=2) {
+  %a = param "a" : f64[8]
+  %b = param "b" : f64[4*8|-8|-8@tp, 16]
+  %c = param "c" : f64[8@tp]
+opt:
+  %pending = mul.Scalar(%a, 2.0) : f64[8] |sum tp
+  %of.pending = shardc.total_of_squares([%c, %pending], of=["c", "a"]) : f64[] |sum tp
+  %of.copies = shardc.total_of_squares([%c, %b], of=["c", "b"]) : f64[] |sum tp
+  %of.both = shardc.total_of_squares([%c, %a], of=["c", "a"]) : f64[] |sum tp
+  return output "x" = %of.pending, output "y" = %of.copies, output "z" = %of.both
+}
+"""
+
+
+def test_what_has_no_such_sum_is_found() -> None:
+    """A square of what is still to be summed, one of each copy of a block, and tensors that lie otherwise."""
+    graph = parse(FALSE)
+    faults = [placement_faults(call, [type_of(call)], graph.mesh) for call in graph.calls_of(TOTAL_OF_SQUARES)]
+    found = [fault for each in faults for fault in each]
+    assert [text.split(" ")[0] for text in found] == ["squares", "counts", "adds"]
+
+
 class Read(nn.Module):
     """One parameter alone, and complex ones."""
 

@@ -195,14 +195,8 @@ def add_terms(graph_code: GraphCode, add: Callable[..., None], add_small: Callab
         index, _, arguments, _, freed = code[line]
         if value_of[slot] in together:
             small.setdefault(together[value_of[slot]], []).append(term)
-        elif instructions[index].target in ADDS and slots.count(slot) == 1 and slot not in reads:
-            code[line] = (
-                index,
-                partial(add, name, by=instructions[index].target),
-                arguments,
-                (),
-                freed,
-            )  # the call adds what it makes
+        elif (op := instructions[index].target) in ADDS and slots.count(slot) == 1 and slot not in reads:
+            code[line] = index, partial(add, name, by=op), arguments, (), freed  # the call adds what it makes
         else:
             add_behind(line, partial(add, name), slot)
     for terms in small.values():
