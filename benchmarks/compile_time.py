@@ -77,7 +77,7 @@ GPT2_CALLS_OF_LAYER = 119  # forward and backward
 
 def _module_that_traces() -> Any:
     """The module through which `compile` traces: another tree may have it elsewhere."""
-    names = ("shardc.compiler.request", "shardc.api")
+    names = ("shardc.compiler.preparation", "shardc.compiler.request", "shardc.api")
     return next(sys.modules[name] for name in names if hasattr(sys.modules.get(name), "trace"))
 
 

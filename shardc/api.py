@@ -13,6 +13,7 @@ import tempfile
 import webbrowser
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -20,12 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from shardc.compiler.binding import PLAN, check_module, read_plan
+from shardc.compiler.compiled import Compiled, compiled, refuse_divided
 from shardc.compiler.generation import decode_request, prefill_request
 from shardc.compiler.graphs_auto import AUTO
 from shardc.compiler.pass_pipeline import Watch
+from shardc.compiler.preparation import Prepared
 from shardc.compiler.program_check import refuse_false
 from shardc.compiler.rank import Rank
-from shardc.compiler.request import Compiled, Kept, Mode, Request, compiled, rows_of
+from shardc.compiler.request import Kept, Mode, Request, rows_of
 from shardc.compiler.what_varies import header
 from shardc.cost.flops import Flops
 from shardc.explain.fusion import Explained, explain_value
@@ -34,10 +37,11 @@ from shardc.explain.transfer import cause_of
 from shardc.frontend.cached_model import Form
 from shardc.frontend.model_changes import CompiledModel, changed
 from shardc.frontend.optimizer import initial_state
-from shardc.frontend.own_values import computed_buffers, non_persistent_buffers
+from shardc.frontend.own_values import computed_buffers
 from shardc.frontend.program_inputs import complete_inputs, drawn_batch, model_state
 from shardc.frontend.program_optimizers import Optimizers, cycles_momentum, fingerprint, learning_rates, optimizers_of
 from shardc.frontend.sample_call import Call
+from shardc.frontend.traced import Traced
 from shardc.ir import program as data
 from shardc.ir.caller import warn
 from shardc.ir.default_device import on_cpu
@@ -46,10 +50,12 @@ from shardc.ir.files import write_text
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import Graph, info
 from shardc.ir.lazy_graph import LazyGraph
+from shardc.ir.lazy_mapping import LazyMapping
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import SCALE, fewest_microbatches
 from shardc.ir.ops.streams import step_key
 from shardc.ir.plain import diagnostic_from_plain, graph_from_plain
+from shardc.ir.stack_room import with_room
 from shardc.page.content import PassRecorder, content
 from shardc.page.render import frame, render
 from shardc.partition import rank_costs
@@ -59,6 +65,7 @@ from shardc.partition.staged_program import StagedProgram, one_stage
 from shardc.partition.transfer_report import ReportedTransfer, report_transfers
 from shardc.passes.type_check import unknown_ops
 from shardc.plan.schema import TOTAL, Plan
+from shardc.program_cache.folder import packed, unpacked
 from shardc.program_cache.place import Place
 from shardc.runtime.execute.batch import batch_inputs, describe_sample
 from shardc.runtime.execute.data_parts import data_parts_of
@@ -85,6 +92,7 @@ if TYPE_CHECKING:  # the trainer brings torch.distributed.checkpoint: as long to
     from shardc.runtime.generate.result import Generated
     from shardc.runtime.train.trainer import Trainer
 
+GRAPHS = ("body", "reference")  # of a program, which few read both
 Module = TypeVar("Module", bound=type[nn.Module])
 
 
@@ -164,9 +172,9 @@ def compile(
     watch      a function (pass, graph, seconds), called after each pass
     mode       "eval" compiles one evaluation instead: the model as `model.eval()` makes it, its own modes left alone,
                under `no_grad`. The program returns every tensor that the model does, and a loss where there is one
-    cache      whether a program that was compiled before, of an equal model, batch, plan and so on, is taken from the
-               disk, and this one kept, where the variable SHARDC_CACHE says so ("on", or a folder); `program.cached`
-               tells. True: also where passes are watched, of which then none runs; None: unless they are; False: never
+    cache      whether a program that was compiled before, of an equal trace, plan and so on, is taken from the disk,
+               and this one kept there, unless the variable SHARDC_CACHE is "off"; `program.cached` tells. True: also
+               where passes are watched, of which then none runs; None: unless they are; False: never
 
     Raises ShardcError with every problem found, each with a code, the line of the model or plan, and a hint.
     """
@@ -177,79 +185,72 @@ def compile(
     return _cached_program(request) if cache else _program(request)
 
 
+@with_room
 @gc_paused()
 def _cached_program(request: Request) -> Program:
     """The program of a request as the cache has it; else it is compiled, and kept there."""
-    place = Place.of(request)
-    content = place.read()
-    if content is not None:
-        return _kept_program(request, content)
-    compilation = place.watched(lambda: compiled(request))
-    program = _program_of(request, compilation)
+    place = Place(request)
+    if (found := place.find()) is not None:
+        return _kept_program(*found)
+    made = compiled(request, place)
+    program = _program_of(request, made)
 
-    def content_of() -> dict[str, Any]:
-        return {
-            "program": program.to_plain(),
-            "uncomputed": dict(program.uncomputed),
-            "changed_attributes": sorted(compilation.traced.changed_attributes),
-        }
+    def content() -> dict[str, Any]:
+        plain = replace(program, constants={}).to_plain()  # these are another model's in the next start
+        return {**plain, **{name: packed(plain[name]) for name in GRAPHS}}
 
-    return replace(program, cached=place.write(compilation, request.mode, content_of) or "stored")
+    reason = place.write(made, content)
+    return replace(program, cached=reason or "stored")
 
 
-def _kept_program(request: Request, content: dict[str, Any]) -> Program:
-    """A program of the cache, bound to a model that is equal to the one that it was compiled from."""
-    notes = [diagnostic_from_plain(d) for d in content["program"]["diagnostics"]]
-    graphs = {
-        name: LazyGraph(content["program"][name], notes if name == "body" else ()) for name in ("body", "reference")
-    }
-    fields = Program.fields_of({**content["program"], **graphs}, lambda graph: graph)
-    present = {name: t.detach() for name, t in non_persistent_buffers(request.model).items() if not t.is_meta}
-    fields["constants"] |= {name: t for name, t in present.items() if name in fields["constants"]}
-    attributes = frozenset(content["changed_attributes"])
-    return Program(
-        **fields,
-        model=request.model,
-        sample=request.batch,
-        loss=request.loss,
-        optimizer=request.optimizer,
-        baked=fingerprint(request.optimizer) if request.optimizer is not None else (),
-        uncomputed=content["uncomputed"],
-        compiled=CompiledModel(request.model, request.loss, {}, attributes, trains=request.trains),
-        request=request,
-        cached="hit",
-    )
+def _kept_program(prepared: Prepared, content: dict[str, Any]) -> Program:
+    """A program of the cache, of a request that is prepared as the one was that it was compiled from."""
+    notes = [diagnostic_from_plain(d) for d in content["diagnostics"]]
+    graphs = {name: LazyGraph(partial(unpacked, content[name]), notes if name == "body" else ()) for name in GRAPHS}
+    fields = Program.fields_of({**content, **graphs}, lambda graph: graph)
+    refuse_divided(prepared, fields["reference"])
+    fields["plan"] |= {name: value for name, value in prepared.record.items() if name == "rates"}
+    return _of_request(prepared.request, prepared.task.traced, cached="hit", **fields)
 
 
+@with_room
 @gc_paused()
 def _program(request: Request) -> Program:
     return _program_of(request, compiled(request))
 
 
 def _program_of(request: Request, made: Compiled) -> Program:
-    model = request.model
-    buffers = computed_buffers(model)
-    optimizer, traced = request.optimizer, made.traced
-    program = Program(
+    program = _of_request(
+        request,
+        made.traced,
         body=made.graphs.body,
         reference=made.graphs.reference,
         mesh=made.graphs.mesh,
         diagnostics=tuple(made.graphs.body.diagnostics),
         annotations=tuple((b.kind, b.name, str(b.placement), b.location or "") for b in made.bound),
-        constants={**buffers.values, **traced.constants},
         plan=made.record,
         pipelined=made.graphs.pipelined,
+    )
+    program.refuse(made.plan, made.mesh, made.strict)
+    return program
+
+
+def _of_request(request: Request, traced: Traced, **made: Any) -> Program:
+    """A program, bound to the model that it is of and to what else it was compiled with."""
+    model, optimizer = request.model, request.optimizer
+    buffers, constants = computed_buffers(model), traced.constants
+    made["constants"] = LazyMapping(lambda: {**buffers.values, **constants})
+    return Program(
+        **made,
         model=model,
         sample=request.batch,
         loss=request.loss,
         optimizer=optimizer,
         baked=fingerprint(optimizer) if optimizer is not None else (),
         uncomputed=buffers.reasons,
-        compiled=CompiledModel(model, request.loss, traced.constants, traced.changed_attributes, trains=request.trains),
+        compiled=CompiledModel(model, request.loss, constants, traced.changed_attributes, trains=request.trains),
         request=request,
     )
-    program.refuse(made.plan, made.mesh, made.strict)
-    return program
 
 
 @dataclass(frozen=True)

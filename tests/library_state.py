@@ -14,7 +14,7 @@ import torch._dynamo  # noqa: F401  # pyright: ignore[reportUnusedImport]  (repl
 WATCHED = (
     *("torch", "torch.nn.functional", "torch.nn.init", "torch.distributed", "torch.autograd"),
     *("transformers.masking_utils", "transformers.modeling_utils", "transformers.cache_utils"),
-    *("shardc.frontend.trace", "shardc.compiler.request", "shardc.torch_compat"),
+    *("shardc.frontend.trace", "shardc.compiler.preparation", "shardc.torch_compat"),
 )
 OURS = {"shardc", "kernels_triton", "benchmarks", "examples", "tests"}
 _known: dict[str, dict[str, Any]] = {}

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import shardc.compiler.request as requests
+import shardc.compiler.preparation as preparation
 import shardc.frontend.cached_model as cached_model
 from shardc.frontend.trace import Traced, trace
 
@@ -45,7 +45,7 @@ class UnknownStateError(Exception):
 
 def install() -> None:
     """From now on `shardc.compile` takes its traces from here, in tests for which that is switched on."""
-    requests.trace = cached_model.trace = shared  # type: ignore[attr-defined]
+    preparation.trace = cached_model.trace = shared  # type: ignore[attr-defined]
     for name in ("setattr", "delattr", "setitem", "delitem"):
         setattr(pytest.MonkeyPatch, name, _switching_off(getattr(pytest.MonkeyPatch, name)))
 

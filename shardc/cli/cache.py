@@ -21,7 +21,7 @@ def cache(*, clear: bool, as_json: bool) -> None:
         if as_json:
             write_json({"folder": None, "reason": folder})
         else:
-            typer.echo(f"{folder}; SHARDC_CACHE=on switches it on, or SHARDC_CACHE=FOLDER")
+            typer.echo(folder)
         return
     deleted = folder.clear() if clear else None
     entries, refused = folder.entries(), folder.refused()

@@ -484,7 +484,7 @@ def cache_command(
     clear: Annotated[bool, typer.Option("--clear", help="Delete them all.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the programs that compiling has kept on this disk. SHARDC_CACHE=on keeps them; it may name their folder."""
+    """List the programs that compiling has kept on this disk. SHARDC_CACHE names their folder, or is off."""
     from shardc.cli import cache
 
     cache.cache(clear=clear, as_json=as_json)

@@ -191,9 +191,9 @@ def single_device(traced: Traced, mesh: Mesh, options: Options) -> Graph:
 def _normalized_by_layers(traced: Traced, mesh: Mesh, options: Options) -> tuple[Graph, Graph] | None:
     # Equal layers may be normalised each in its own way: products of 8-bit floats are asked for by name, and experts
     # that are limited are counted.
-    if traced.few is None or options.quantize.compute is not None or options.limit != LimitExperts():
+    if traced.layers is None or options.quantize.compute is not None or options.limit != LimitExperts():
         return None
-    return normalized_by_layers(traced.few, mesh, lambda few: _normalized(few, options), options)
+    return normalized_by_layers(traced.layers.graph(), mesh, lambda few: _normalized(few, options), options)
 
 
 def _normalized(graph: Graph, options: Options) -> Graph:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import CodeType, FunctionType
 
-from shardc.frontend.watched_calls import really
-
 INITIALIZERS = ("reset_parameters", "init_weights", "_init_weights")
 _LIBRARIES = (
     "torch.",
@@ -41,7 +39,7 @@ def functions_of(of: type) -> list[FunctionType]:
 
 def names_in(function: FunctionType) -> set[str]:
     """The names and strings in a function's code and in functions inside it."""
-    names, codes = set[str](), [really(function).__code__]
+    names, codes = set[str](), [function.__code__]
     while codes:
         code = codes.pop()
         names |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}

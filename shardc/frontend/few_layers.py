@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor, fx, nn
 
@@ -15,7 +16,7 @@ from shardc.frontend.ingest import ingest
 from shardc.frontend.traced import Traced, TracedInput, TracedOutput
 from shardc.frontend.unrecorded_layers import KEPT_AT_END, UnrecordedLayers
 from shardc.ir.equal_layers import LEAST
-from shardc.ir.graph import Port
+from shardc.ir.graph import Graph, Port
 from shardc.ir.layers import layer_of
 from shardc.ir.lengthened import lengthened, lengthened_ports
 from shardc.ir.mesh import Mesh
@@ -34,6 +35,32 @@ def long_lists(model: nn.Module) -> dict[str, int]:
         ):
             found[name] = len(elements)
     return found
+
+
+class _Few:
+    """Of a trace that has nodes of few layers, the graph; and the ports of all layers, to check it by."""
+
+    def __init__(
+        self, units: tuple[Units, ...], recorded: Traced, inputs: list[Port], outputs: list[tuple[str, str]]
+    ) -> None:
+        self.units, self._recorded, self._inputs, self._outputs = units, recorded, inputs, outputs
+
+    def graph(self) -> Graph:
+        return self._graph
+
+    @cached_property
+    def _graph(self) -> Graph:
+        short = ingest(self._recorded.copy(), Mesh())
+        short.units = self.units
+        return short
+
+    def check(self) -> None:
+        whole = self._graph
+        for units in reversed(self.units[1:]):
+            whole = lengthened(whole, units)
+        inputs, outputs = lengthened_ports(whole, self.units[0])
+        if inputs != self._inputs or [(p.role, p.name) for p in outputs] != self._outputs:
+            raise UnequalError("inputs and outputs are others")
 
 
 class Unrecorded:
@@ -82,17 +109,10 @@ class Unrecorded:
         return list(own.values()), every
 
     def of_all_layers(self, traced: Traced, every: Sequence[TracedInput], trained: Iterable[str]) -> Traced:
-        """The trace of all layers. Its nodes are those of the recorded ones, and `few` the graph that they are.
-
-        Raises UnequalError where what is recorded of layers does not tell what others do."""
+        """The trace of all layers, to be checked: its nodes are those of the recorded ones. Raises UnequalError where
+        layers do what no other layer tells."""
         if not self.units:
             return traced
-        short = ingest(traced.copy(), Mesh())
-        short.units = tuple(self.units)
-        whole = short
-        for units in reversed(self.units[1:]):
-            whole = lengthened(whole, units)
-        inputs_of_all, outputs_of_all = lengthened_ports(whole, self.units[0])
         if any(o.role == "buffer" and self._in_layer(o.name) for o in traced.outputs):
             raise UnequalError("layers change their buffers")
         grads = {o.name: o.node for o in traced.outputs if o.role == "grad"}
@@ -100,8 +120,6 @@ class Unrecorded:
         outputs += [TracedOutput("grad", n, grads[self.twin(n)]) for n in trained if self.twin(n) in grads]
         outputs += [o for o in traced.outputs if o.role not in ("loss", "grad")]
         ports = [Port(i.role, i.name, i.aliases, i.trainable) for i in every]
-        if inputs_of_all != ports or [(p.role, p.name) for p in outputs_of_all] != [(o.role, o.name) for o in outputs]:
-            raise UnequalError("inputs and outputs are others")
         modules = dict(self._of_all_modules(traced.modules))
         unused = tuple(name for name in trained if self.twin(name) in traced.unused)
         return replace(
@@ -110,7 +128,7 @@ class Unrecorded:
             outputs=tuple(outputs),
             modules=modules,
             unused=unused,
-            few=short,
+            layers=_Few(tuple(self.units), traced, ports, [(o.role, o.name) for o in outputs]),
         )
 
     def _in_layer(self, name: str) -> bool:

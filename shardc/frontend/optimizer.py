@@ -11,7 +11,7 @@ update runs, is said by placements later.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,7 @@ from shardc.frontend.gradients import Final, finish
 from shardc.frontend.optimizer_trace import Update, check, hyperparameters, trace_update
 from shardc.frontend.precision import Precision
 from shardc.frontend.program_optimizers import Group, Optimizers, group_indices, groups_of, stored_state
+from shardc.frontend.traced import Traced
 from shardc.frontend.update_cache import CHECKED, UPDATES, remember, shared_options
 from shardc.frontend.whole_matrices import Core, append_together, batched, core_of
 from shardc.ir.graph import Graph, Port, type_of
@@ -66,6 +67,19 @@ class AppendUpdates(Pass):
             )
         )
         return graph
+
+    def of(self, traced: Traced) -> Iterator[tuple[str, int, Update]]:
+        """Of each trained parameter of a trace, its group's index and its update. Raises ShardcError (SC107)."""
+        if self.optimizer is None:
+            return
+        params = {i.name: i for i in traced.inputs if i.role == "param"}
+        names = {alias: i.name for i in params.values() for alias in (i.name, *i.aliases)}
+        groups = {names.get(name, name): index for name, index in group_indices(self.optimizer, self.model)}
+        updates = _Updates(groups_of(self.optimizer), self.together)
+        for output in traced.outputs:
+            if output.role == "grad" and output.name in groups:
+                stored = TensorType.of(params[output.name].node.meta["val"])
+                yield output.name, groups[output.name], updates.of(groups[output.name], stored)
 
 
 def append_updates(

@@ -38,7 +38,6 @@ from shardc.frontend.loop_values import (
     as_value,
     refuse,
 )
-from shardc.frontend.watched_calls import really
 from shardc.ir.ops.scan import scan
 from shardc.ir.ops.scan_body import TIME, WITH_LETTERS
 
@@ -76,7 +75,7 @@ def active(model: nn.Module) -> Generator[None]:
     """Meanwhile the loops of a model's functions may become one op."""
     changed: list[tuple[types.FunctionType, types.CodeType]] = []
     try:
-        for function in map(really, functions_of(model)):
+        for function in functions_of(model):
             code = function.__code__
             if "range" in code.co_names and has_loop(code) and function.__name__ != "__init__":
                 rewritten = with_rolled_loops(code)

@@ -42,7 +42,6 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from torch import Tensor
 
 from shardc.frontend.function_caches import CACHE, Cache
-from shardc.frontend.watched_calls import really
 
 ABSENT = object()
 CONTAINERS = (list, set, deque, dict, OrderedDict, defaultdict, Counter)
@@ -143,7 +142,7 @@ class Variables:
     named = True
 
     def __init__(self, function: FunctionType) -> None:
-        code = really(function).__code__
+        code = function.__code__
         self._cells: dict[str, CellType] = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         self._globals = function.__globals__
         library = _package(function) in _LIBRARIES

@@ -76,6 +76,7 @@ def trace(
     precision: Precision | None = None,
     forward_only: bool = False,
     all_layers: bool = False,
+    checked: bool = True,
 ) -> Traced:
     """The joint graph of one training step of `model` in its present mode (train or eval).
 
@@ -89,7 +90,7 @@ def trace(
 
     Of many equal layers few are recorded (`unrecorded_layers`), unless `all_layers` are. Where that fails, forward
     runs once more, to record all: what it changes then that no `Snapshot` sees (of other modules than the model's, say)
-    is changed twice.
+    is changed twice. What is not `checked` may fail later: `traced.layers.check()`.
     """
 
     def traced(unrecorded: Unrecorded) -> Traced:
@@ -103,7 +104,10 @@ def trace(
         unrecorded = Unrecorded(lists)
         try:
             with torch_compat.settings_kept():
-                return traced(unrecorded)
+                found = traced(unrecorded)
+                if checked and found.layers is not None:
+                    found.layers.check()
+                return found
         except Exception:  # also errors of the model's own, which are told as they are where all layers are recorded
             unrecorded.layers = None  # the tensors of this trace
     return traced(Unrecorded({}))
@@ -196,7 +200,7 @@ class _Step:
         self.precision = precision
         self.casts = Casts(precision, model, call.names) if precision is not None else None
         self.scaled = precision is not None and precision.scaled and not forward_only
-        self.mode = torch_compat.fake_mode()
+        self.mode = torch_compat.fake_mode(remembers=not unrecorded.lists)
         self.random = RandomOps()
         self.recorded = torch_compat.Recorded()  # also of copies of this step
         self.params, self.buffers = named_tensors(model)

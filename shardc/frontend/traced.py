@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor, fx
 
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph
 from shardc.ir.lengthened import lengthened
+from shardc.ir.units import Units
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,20 @@ class TracedOutput:
     node: fx.Node
 
 
+class FewLayers(Protocol):
+    """What a trace knows of equal layers that it has no nodes of: the `units` that it lacks."""
+
+    units: tuple[Units, ...]
+
+    def graph(self) -> Graph:
+        """Of the layers that have nodes; made when it is first asked for."""
+        ...
+
+    def check(self) -> None:
+        """Raises UnequalError where what is recorded of layers does not tell what others do."""
+        ...
+
+
 @dataclass(frozen=True)
 class Traced:
     """A joint graph: `inputs` pairs with its placeholders in order, `outputs` with its output node's tuple.
@@ -51,7 +66,12 @@ class Traced:
     diagnostics: tuple[Diagnostic, ...] = ()
     written: tuple[str, ...] = ()  # inputs that forward changes in place
     changed_attributes: frozenset[str] = frozenset()  # of the model, by forward itself
-    few: Graph | None = None  # the graph of the layers that have nodes; its `units` are those that it lacks
+    layers: FewLayers | None = None  # of a trace that has few of its equal layers
+
+    @property
+    def few(self) -> Graph | None:
+        """The graph of the layers that have nodes, where it lacks others."""
+        return None if self.layers is None else self.layers.graph()
 
     def whole(self) -> Graph | None:
         """Of a trace that has few of its equal layers: the graph of all, made anew."""

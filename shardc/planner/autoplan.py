@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shardc.compiler.binding import check_module, collect_plan, read_plan
-from shardc.compiler.request import Request, compiled, rows_of
+from shardc.compiler.compiled import compiled
+from shardc.compiler.request import Request, rows_of
 from shardc.ir.collectives import human_bytes
 from shardc.ir.default_device import on_cpu
 from shardc.ir.diagnostic import Diagnostic, ShardcError, did_you_mean, error

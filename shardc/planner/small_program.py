@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from shardc.compiler.binding import bind, bind_passes, bind_precision, collect_plan
+from shardc.compiler.compiled import compiled
 from shardc.compiler.driver import accumulated, distribute, finish_body, localized, single_device
 from shardc.compiler.pass_pipeline import Options
-from shardc.compiler.request import Request, compiled, rows_of
+from shardc.compiler.request import Request, rows_of
 from shardc.cost.call_seconds import call_costs
 from shardc.frontend.trace import Traced, trace
 from shardc.ir.diagnostic import ShardcError

@@ -1,6 +1,6 @@
 """The folder of saved programs: a file a program, whole or not there, and no more in all than a bound.
 
-    ~/.cache/shardc/                SHARDC_CACHE=on: or $XDG_CACHE_HOME/shardc; or it names another folder
+    ~/.cache/shardc/                or $XDG_CACHE_HOME/shardc; SHARDC_CACHE names another folder, or says "off"
         KEY.program                 a line of JSON about it, with a checksum of the rest; the program
         KEY.hits                    as many bytes as times that it was taken
         refused.json                the last request that could not be cached, and why
@@ -34,7 +34,7 @@ from shardc.plan.values import read_bytes
 VARIABLE, LIMIT_VARIABLE = "SHARDC_CACHE", "SHARDC_CACHE_LIMIT"
 OFF = ("", "off", "0", "no", "false")
 ON = ("on", "1", "yes", "true")
-FORMAT, VERSION = "shardc-cached-program", 2
+FORMAT, VERSION = "shardc-cached-program", 3
 DEFAULT_LIMIT = 2 << 30  # bytes
 _SUFFIX, _HITS, _REFUSED = ".program", ".hits", "refused.json"
 _ABANDONED = 3600.0  # seconds after which a file that nobody renamed was left by a process that is dead
@@ -60,8 +60,8 @@ class Folder:
 
     @classmethod
     def of_environment(cls) -> Folder | str:
-        """The folder that variables name; else why there is none."""
-        word, limit = os.environ.get(VARIABLE, ""), _limit()
+        """The folder that variables name, or the user's own; else why there is none."""
+        word, limit = os.environ.get(VARIABLE, ON[0]), _limit()
         if word.strip().lower() in OFF:
             return "the cache is off"
         if limit == 0:
@@ -213,6 +213,15 @@ class Folder:
             os.replace(temporary, self.path / _REFUSED)
         with suppress(OSError):  # of a disk that is full
             temporary.unlink(missing_ok=True)
+
+
+def packed(plain: Any) -> bytes:
+    """A part of a program that is not read with the rest."""
+    return marshal.dumps(plain)
+
+
+def unpacked(data: bytes) -> Any:
+    return marshal.loads(data)
 
 
 def _content(head: bytes, payload: bytes, key: str) -> dict[str, Any] | None:

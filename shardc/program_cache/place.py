@@ -1,82 +1,135 @@
-"""Where the program of a request lies in the cache: found before it is compiled, and filled after."""
+"""Where the program of a request lies in the cache: found when it is traced, and filled once it is compiled.
+
+find()      trace, key, read; a program that took a second trace to compile is a hit if that one is equal too
+compiled(request, place)      compiles what `find` traced, and notes what else it traces
+write(...)  keeps the program, with the keys of all that was traced
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from shardc.compiler.request import Compiled, Request
+from shardc.compiler.compiled import Compiled, Preparing, in_parts
+from shardc.compiler.preparation import Prepared
+from shardc.compiler.request import Request
+from shardc.ir.diagnostic import ShardcError
+from shardc.ir.graph import Graph
+from shardc.passes.type_check import unknown_ops
+from shardc.plan.schema import Plan
+from shardc.program_cache.digest import UncacheableError
 from shardc.program_cache.folder import Folder
-from shardc.program_cache.key import Key, key_of
-from shardc.program_cache.origins import UncacheableError
-from shardc.program_cache.witness import Witness
+from shardc.program_cache.key import key_of
+from shardc.program_cache.surroundings import foreign
+from shardc.rules.registry import find_rule
+
+_Seen = list[tuple[int, bool, str]]  # of each trace: parts of the batch, whether of all layers, its key
 
 
-@dataclass(frozen=True)
-class Place:
-    """`key` is None where the request cannot be cached, and `reason` says why; `folder`, where the cache is off."""
+class Place(Preparing):
+    """Of one request. `reason` says why its program is not kept, where it is not."""
 
-    folder: Folder | None
-    key: Key | None = None
-    model: str = ""
-    reason: str = ""
-    witness: Witness | None = None
+    def __init__(self, request: Request) -> None:
+        folder = Folder.of_environment()
+        self.reason = folder if isinstance(folder, str) else ""
+        self._folder = None if isinstance(folder, str) else folder
+        self._request = request
+        self._asked: tuple[Plan, str] | None = None
+        self._ready: dict[int, Prepared] = {}  # by parts; each is compiled once at most
+        self._seen: _Seen = []
 
-    @classmethod
-    def of(cls, request: Request) -> Place:
-        folder, model = Folder.of_environment(), type(request.model).__qualname__
-        if isinstance(folder, str):
-            return cls(None, reason=folder)
+    # ------------------------------------------------------------------ before
+    def find(self) -> tuple[Prepared, dict[str, Any]] | None:
+        """What `write` was given for an equal request, and what this one is prepared as. Raises ShardcError where it
+        cannot be prepared."""
+        if self._folder is None:
+            return None
+        plan, fused_on = self.asked(self._request)
+        first = in_parts(plan, plan.overlap.parts)
+        prepared = self._ready[first.overlap.parts] = super().way(self._request, first, fused_on)
+        key = self._key(prepared)
+        content = self._folder.read(key) if key else None
+        if content is None:
+            return None
+        same = all(self._has(*each) for each in content["seen"][1:])
+        return (prepared, content["program"]) if same else None
+
+    def _has(self, parts: int, all_layers: bool, key: str) -> bool:
+        """Is another trace of the request what it was?"""
+        plan, fused_on = self.asked(self._request)
         try:
-            key = key_of(request)
-            return cls(folder, key, model, witness=Witness(key))
+            prepared = self._ready.get(parts) or super().way(self._request, in_parts(plan, parts), fused_on)
+            return self._key(super().of_all_layers(prepared) if all_layers else prepared) == key
+        except ShardcError:
+            return False
+
+    def _key(self, prepared: Prepared) -> str:
+        """An empty text where there is none, of which `reason` is then told."""
+        try:
+            return key_of(prepared, self.asked(self._request)[0])
         except UncacheableError as unknown:
-            reason = str(unknown)
-        except Exception as wrong:  # of the user's objects; or of arguments that compiling will refuse
-            reason = f"{type(wrong).__name__} when its content was asked for: {wrong}"
-        folder.note_refusal(model, reason)
-        return cls(folder, None, model, reason)
+            self._refuse(str(unknown))
+        except Exception as wrong:  # of the user's objects; or an optimizer that compiling will refuse
+            self._refuse(f"{type(wrong).__name__} when its content was asked for: {wrong}")
+        return ""
 
-    def read(self) -> dict[str, Any] | None:
-        """What `write` was given for an equal request."""
-        return None if self.key is None or self.folder is None else self.folder.read(self.key.digest)
+    def _refuse(self, reason: str) -> None:
+        if self._folder is not None and not self.reason:
+            self.reason = reason
+            self._folder.note_refusal(type(self._request.model).__qualname__, reason)
 
-    def watched(self, compile: Callable[[], Compiled]) -> Compiled:
-        """What `compile` returns, which is watched: `write` refuses it where it read what the key does not know.
+    # ------------------------------------------------------------------ while compiling
+    def asked(self, request: Request) -> tuple[Plan, str]:
+        if self._asked is None:
+            self._asked = super().asked(request)
+        return self._asked
 
-        Methods that are watched have other code meanwhile, which one that asks for its caller would see. So where one
-        has run, or compiling failed, it is compiled again, unwatched: that is what counts."""
-        if self.witness is None:
-            return compile()
-        try:
-            with self.witness.watching():
-                made = compile()
-        except Exception:
-            if not self.witness.has_swapped:
+    def way(self, request: Request, plan: Plan, fused_on: str) -> Prepared:
+        prepared = self._ready.pop(plan.overlap.parts, None)
+        if prepared is None or prepared.options.watch is not request.watch:
+            try:
+                prepared = super().way(request, plan, fused_on)
+            except ShardcError as refused:
+                self._refuse(f"a part of the batch cannot be traced: {refused.diagnostics[0].message}")
                 raise
-        else:
-            if not self.witness.has_run:
-                return made
-        return compile()
+        self._note(prepared, all_layers=False)
+        return prepared
 
-    def write(self, compiled: Compiled, mode: str, content: Callable[[], dict[str, Any]]) -> str:
+    def of_all_layers(self, prepared: Prepared) -> Prepared:
+        prepared = super().of_all_layers(prepared)
+        self._note(prepared, all_layers=True)
+        return prepared
+
+    def _note(self, prepared: Prepared, *, all_layers: bool) -> None:
+        if not self.reason:
+            self._seen.append((prepared.task.plan.overlap.parts, all_layers, self._key(prepared)))
+
+    # ------------------------------------------------------------------ after
+    def write(self, compiled: Compiled, content: Callable[[], dict[str, Any]]) -> str:
         """Keep a program, where `content` gives it as plain data; why that is not done, or an empty text."""
-        if self.key is None or self.folder is None:
+        if self._folder is None or self.reason:
             return self.reason
         try:
-            self.key.check(compiled)
-            if self.witness is not None:
-                self.witness.check()
-            about = {"model": self.model, "mesh": str(compiled.mesh), "mode": mode}
-            if self.folder.write(self.key.digest, about, content()):
+            for graph in (compiled.graphs.body, compiled.graphs.reference):
+                _check(graph)
+            about = {"model": type(self._request.model).__qualname__, "mesh": str(compiled.mesh)}
+            about["mode"] = self._request.mode
+            if self._folder.write(self._seen[0][2], about, {"program": content(), "seen": self._seen}):
                 return ""
-            if why := self.folder.distrust():
+            if why := self._folder.distrust():
                 return why
-            return f"nothing can be written to {self.folder.path}, or the program is larger than its bound"
+            return f"nothing can be written to {self._folder.path}, or the program is larger than its bound"
         except UncacheableError as unknown:
-            reason = str(unknown)
+            self._refuse(str(unknown))
         except Exception as wrong:  # of a program that no file can have: it is compiled all the same
-            reason = f"{type(wrong).__name__} when it was to be written: {wrong}"
-        self.folder.note_refusal(self.model, reason)
-        return reason
+            self._refuse(f"{type(wrong).__name__} when it was to be written: {wrong}")
+        return self.reason
+
+
+def _check(graph: Graph) -> None:
+    """Raise UncacheableError where a graph depends on what no key tells."""
+    if unknown_ops(graph):
+        raise UncacheableError("the program calls ops that no file can have")
+    for node in graph.calls():
+        if (rule := find_rule(node.target)) is not None and (function := foreign(rule)):
+            raise UncacheableError(f"{function}, the rule of {rule.op}, is not shardc's own")

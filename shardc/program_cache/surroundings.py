@@ -1,40 +1,29 @@
-"""What compiling depends on beside its arguments: versions, shardc's own files, torch's switches, variables, rules."""
+"""What passes depend on beside what they are given: versions, shardc's files, torch's switches, variables, rules."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch.nn.modules import module as module_hooks
 
 from kernels_triton.launch.launch import HAS_TRITON
 from kernels_triton.launch.tables import VARIABLE as TABLES
 from shardc import torch_compat
 from shardc.compiler.fusion_default import job_has_gpus
 from shardc.ir.version import VERSION
-from shardc.program_cache.code import Code
-from shardc.program_cache.libraries import refuse_newer, sources_of_shardc
-from shardc.program_cache.origins import UncacheableError
-from shardc.rules.registry import all_rules
+from shardc.program_cache.digest import Digest, UncacheableError
+from shardc.rules.registry import OpRule, all_rules
 
-_VARIABLES = ("SHARDC_", "TORCH_", "PYTORCH_", "TRITON_", "TRANSFORMERS_", "HF_", "CUDA_", "CUBLAS_", "NVIDIA_")
-_OTHERWISE = (
-    "SHARDC_CACHE",
-    "TORCH_NCCL",
-    "TORCH_SHOW_CPP",
-    "TORCH_ELASTIC",
-    "HF_HOME",
-    "HF_TOKEN",
-    "CUDA_VISIBLE",
-)  # change nothing
-_ABOUT_PACKAGES = (".dist-info", ".egg-info", ".egg-link", ".pth")
-_NO_CODE = ("include", "lib", "share", "bin", "test", "testing", "__pycache__")
+_VARIABLES = ("SHARDC_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "NVIDIA_")
+_OTHERWISE = ("SHARDC_CACHE", "TORCH_NCCL", "TORCH_SHOW_CPP", "TORCH_ELASTIC", "CUDA_VISIBLE")  # change nothing
+_LIBRARIES = ("torch", "sympy", "networkx", "numpy", "triton")  # that passes call
 _SWITCHES: tuple[Callable[[], object], ...] = (
     torch.get_default_dtype,
     torch.get_default_device,
@@ -66,86 +55,79 @@ _SWITCHES: tuple[Callable[[], object], ...] = (
     torch.cuda.device_count,  # by NVML: `is_available` would spoil forks that use CUDA
     job_has_gpus,
 )
+_ABOVE = ("cli", "explain", "page", "planner", "symbolic")  # packages that compiling never calls: imports point down
+_STARTED = time.time()
 
 
-def add_surroundings(code: Code) -> None:
-    """Raises UncacheableError where a mode, a rule or a file stands against it."""
-    token = code.fingerprint.token
-    token("shardc", VERSION, own_digest(), HAS_TRITON, sys.version, sys.platform, os.getcwd(), sys.flags)
-    for path, size, time_of_change in installed():
-        token(path, size, time_of_change)
-    token(*_answers())
+def add_surroundings(digest: Digest) -> None:
+    """Raises UncacheableError where a mode, an implementation of an op or a file stands against it."""
     if modes := torch_compat.active_modes():
         raise UncacheableError(f"a mode of torch is active: {modes[0]}")
     if torch_compat.saves_by_hooks():
         raise UncacheableError("hooks for what autograd saves are active")
-    for op in torch_compat.replaced_ops():
+    ops = torch_compat.replaced_ops()
+    for op in ops:
         if op.startswith("aten/") and op.rpartition("/")[2] not in ("Meta", "CUDA", "MPS"):
             raise UncacheableError(f"somebody registered an implementation of {op}")
-        token(op)
-    for place in (module_hooks, sys.modules["torch.optim.optimizer"]):
-        for name in sorted(vars(place)):
-            if name.startswith("_global_") and name.endswith("hooks"):
-                code.fingerprint.add(vars(place)[name], name)
-    for name in sorted(os.environ):
-        if name.startswith(_VARIABLES) and not name.startswith(_OTHERWISE):
-            token(name, os.environ[name])
+    digest.add(VERSION, own_digest(), versions(), HAS_TRITON, sys.version, sys.platform, os.getcwd(), ops)
+    digest.add(list(_answers()), [(op.op.name(), _said(op)) for op in all_rules()])
+    named = [name for name in sorted(os.environ) if name.startswith(_VARIABLES) and not name.startswith(_OTHERWISE)]
+    digest.add([(name, os.environ[name]) for name in named])
     for path in filter(None, os.environ.get(TABLES, "").split(os.pathsep)):
-        token(path, Path(path).read_text("utf-8") if Path(path).is_file() else "")
-    _rules(code)
+        digest.add(path, Path(path).read_text("utf-8") if Path(path).is_file() else "")
 
 
-def _rules(code: Code) -> None:
-    for entry in all_rules():
-        code.fingerprint.token(str(entry.op), repr(entry.defaults), entry.kind, entry.shape_arg, entry.exact)
-        code.fingerprint.token(entry.ragged, entry.padding)
-        for function in (entry.function, entry.localize, entry.unfit):
-            code.fingerprint.add(function, f"the rule of {entry.op}")
+def foreign(rule: OpRule) -> str:
+    """The function of a rule that is not shardc's own: what it does is not known. An empty text where there is none."""
+    for function in filter(None, (rule.function, rule.localize, rule.unfit)):
+        if not function.__module__.startswith("shardc."):
+            return function.__qualname__
+    return ""
 
 
-def _answers() -> list[str]:
-    answers: list[str] = []
+def _said(rule: OpRule) -> tuple[object, ...]:
+    flags = rule.shape_arg, rule.kind, rule.exact, rule.ragged, rule.padding
+    return repr(rule.defaults), flags, foreign(rule)
+
+
+def _answers() -> Iterator[str]:
     for ask in _SWITCHES:
         try:
-            answers.append(repr(ask()))
+            yield repr(ask())
         except (AttributeError, RuntimeError):  # of a torch that has no such switch
-            answers.append("none")
-    return answers
+            yield "none"
 
 
 @functools.lru_cache(maxsize=1)
-def installed() -> list[tuple[str, int, int]]:
-    """Each package that Python finds, by the folder of its version, with the size and time of its list of files; and
-    torch's own files, which some edit where they lie. Raises UncacheableError where one was written after this process
-    had started."""
-    paths: list[str] = []
-    for folder in dict.fromkeys(os.path.abspath(path) for path in sys.path):
-        with suppress(OSError):
-            names = sorted(name for name in os.listdir(folder) if name.endswith(_ABOUT_PACKAGES))
-            paths += [_listing(os.path.join(folder, name)) for name in names]
-    for parent, folders, files in os.walk(os.path.dirname(torch.__file__)):
-        folders[:] = sorted(name for name in folders if name not in _NO_CODE)
-        paths += [os.path.join(parent, name) for name in sorted(files) if name.endswith(".py")]
-    found: list[tuple[str, int, int]] = []
-    for path in paths:
-        about = os.stat(path)
-        refuse_newer(path, about)
-        found.append((path, about.st_size, about.st_mtime_ns))
-    return found
-
-
-def _listing(path: str) -> str:
-    """The list of a package's files; of an old or an editable one, what there is."""
-    listing = os.path.join(path, "RECORD")
-    return listing if os.path.exists(listing) else path
+def versions() -> tuple[str, ...]:
+    """Of the libraries that passes call, where there are."""
+    found = [str(torch.__version__)]
+    for name in _LIBRARIES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=1)
 def own_digest() -> str:
     """Of the contents of shardc's files. Raises UncacheableError where one was written after they were imported."""
     digest = hashlib.sha256()
-    for path in sources_of_shardc():
-        refuse_newer(path, os.stat(path))
+    for path in _sources():
+        if os.stat(path).st_mtime > _STARTED:
+            raise UncacheableError(f"{path} was written after this process had started")
         digest.update(f"{path}\0".encode())
-        digest.update(Path(path).read_bytes())
+        with open(path, "rb") as file:
+            digest.update(file.read())
     return digest.hexdigest()
+
+
+def _sources() -> Iterator[str]:
+    """The paths of shardc's own files that compiling may depend on: code and tables, in order."""
+    for package in ("shardc", "kernels_triton"):
+        for root in sys.modules[package].__path__:
+            for parent, folders, files in os.walk(root):
+                skipped = ("__pycache__", *(_ABOVE if parent == root else ()))
+                folders[:] = sorted(name for name in folders if name not in skipped)
+                yield from (os.path.join(parent, name) for name in sorted(files))

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.compiler.request import Compiled, Request
+from shardc.compiler.compiled import Compiled
+from shardc.compiler.request import Request
 from shardc.frontend.sample_call import Call
 from shardc.ir.diagnostic import Diagnostic, ShardcError
 from shardc.ir.graph import Graph, info

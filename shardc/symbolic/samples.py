@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from shardc.compiler.binding import collect_plan, read_mesh
-from shardc.compiler.request import Compiled, Request, compiled, rows_of, split_inputs
+from shardc.compiler.compiled import Compiled, compiled
+from shardc.compiler.preparation import split_inputs
+from shardc.compiler.request import Request, rows_of
 from shardc.frontend.sample_call import Call
 from shardc.frontend.size_guards import Forward, SizeGuards
 from shardc.ir.diagnostic import ShardcError, error

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardc
 from benchmarks.compile_time import function_calls
-from shardc.compiler import driver, layer_copies, request
+from shardc.compiler import driver, layer_copies, preparation
 from shardc.frontend import traced
 from shardc.frontend.trace import trace
 from shardc.ir.units import UnequalError
@@ -122,7 +122,7 @@ def test_layers_are_recorded_where_few_do_not_tell_what_all_do() -> None:
     with (
         patch.object(driver, "normalized_by_layers", lambda *_: None),
         patch.object(traced, "lengthened", unequal),
-        patch.object(request, "trace", noted),
+        patch.object(preparation, "trace", noted),
     ):
         program = compiled()
     assert recorded == [False, True]

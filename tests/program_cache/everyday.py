@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardc.compiler.preparation import prepare
 from shardc.compiler.request import Request
+from shardc.program_cache.digest import UncacheableError
 from shardc.program_cache.key import key_of
-from shardc.program_cache.origins import UncacheableError
 
 logger = logging.getLogger(__name__)
 WIDTH = 16
@@ -255,8 +256,10 @@ MODELS: dict[str, Callable[[], Request]] = {
 
 def key(build: Callable[[], Request]) -> str:
     torch.manual_seed(0)
+    request = build()
+    plan, fused_on = request.asked()
     try:
-        return key_of(build()).digest
+        return key_of(prepare(request, plan, fused_on), plan)
     except UncacheableError as refusal:
         return f"none: {refusal}"
 

@@ -1,9 +1,15 @@
-"""A model whose code lies in several files that a test may rewrite, and what compiles it in a process of its own."""
+"""A model whose code lies in several files that a test may rewrite, and what compiles it in a process of its own. And
+what becomes of a request with a cache and without."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import shardc
+from shardc.compiler.request import Request
 
 FILES = {
     "scaling.py": "FACTOR = 2.0\n\n\ndef scaled(x):\n    return x * FACTOR\n",
@@ -49,3 +55,14 @@ def imported(folder: Path) -> ModuleType:
     finally:
         sys.dont_write_bytecode = before
         sys.path.remove(str(folder))
+
+
+def outcome(request: Request, *, cached: bool) -> tuple[str, Any]:
+    """What became of the cache; and the program, or the error."""
+    options = {name: getattr(request, name) for name in ("mesh", "plan", "loss", "optimizer", "strict", "mode")}
+    try:
+        program = shardc.compile(request.model, request.batch, **options, cache=None if cached else False)
+    except shardc.ShardcError as refused:
+        return "", str(refused)
+    plain = json.dumps(program.to_plain(), sort_keys=True, default=str)
+    return program.cached, (program.text(), plain, dict(program.uncomputed), program.annotations)

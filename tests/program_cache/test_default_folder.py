@@ -1,4 +1,4 @@
-"""Programs are kept where a word says so, in the user's own folder; where there is none, compiling is as it was."""
+"""Programs are kept in the user's own folder, unless a word says otherwise; where there is none, they are compiled."""
 
 import errno
 import os
@@ -18,10 +18,9 @@ from shardc.program_cache.folder import Folder
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home in which nothing is yet, the cache on, and no other variable."""
+    """A home in which nothing is yet, and no variable of ours."""
     for name in ("SHARDC_CACHE", "SHARDC_CACHE_LIMIT", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SHARDC_CACHE", "on")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     return tmp_path / "home"
@@ -37,12 +36,6 @@ def cached(**options: Any) -> str:
     program = shardc.compile(Net(8, 8), torch.ones(4, 8), mesh="dp=2", **options)
     assert program.simulate().loss is not None
     return program.cached
-
-
-def test_nothing_is_kept_without_a_word(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SHARDC_CACHE")
-    assert cached() == "the cache is off"
-    assert not [*home.iterdir()]
 
 
 def test_programs_are_kept_in_the_users_own_folder(home: Path) -> None:

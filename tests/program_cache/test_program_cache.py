@@ -9,7 +9,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,63 +165,28 @@ def test_a_word_switches_it_off(cache: Folder, monkeypatch: pytest.MonkeyPatch) 
     assert not cache.path.exists()
 
 
-class Unstable(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).square().mean()
-
-
 class Constant(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (super().forward(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])).square().mean()
 
 
-def test_why_nothing_is_kept(cache: Folder) -> None:
-    model = Unstable(8, 8)
-    model.held = iter([1])  # type: ignore[assignment]
-    program = shardc.compile(model, torch.ones(4, 8), mesh="dp=2")
-    assert "model.held" in program.cached
-    assert cache.refused() == {"model": "Unstable", "reason": program.cached}
-    program = shardc.compile(Constant(8, 4), torch.ones(4, 8), mesh="dp=2")
-    assert "tensors from data" in program.cached
-    assert not cache.entries()
-
-
-class Clocked:
-    """`{**clocked}` calls `keys`, which no code names."""
-
-    def keys(self) -> list[str]:
-        return ["a"] * (1 + int(time.time() < 0))
-
-    def __getitem__(self, key: str) -> float:
-        return 2.0
-
-
-class Summed(nn.Linear):
-    scales: Any
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (super().forward(x) * sum({**self.scales}.values())).square().mean()
-
-
 class Configured(nn.Linear):
-    """Reads a file by a function of a library, of whose kind there are too many to list."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parser = configparser.ConfigParser()
         parser.read(f"{self.folder}/settings.ini")
         return (super().forward(x) * float(parser["model"]["factor"])).square().mean()
 
 
-def test_what_compiling_does_counts_too(cache: Folder, tmp_path: Path) -> None:
-    model = Summed(8, 8)
-    model.scales = Clocked()
-    assert "Clocked.keys is run" in shardc.compile(model, torch.ones(4, 8), mesh="dp=2").cached
+@pytest.mark.parametrize("kind", [Constant, Configured])
+def test_whatever_forward_reads_its_trace_is_what_counts(kind: type[nn.Linear], cache: Folder, tmp_path: Path) -> None:
+    torch.manual_seed(0)
     (tmp_path / "settings.ini").write_text("[model]\nfactor = 2\n")
-    model = Configured(8, 8)
-    model.folder = str(tmp_path)  # type: ignore[assignment]
-    assert "settings.ini is read" in shardc.compile(model, torch.ones(4, 8), mesh="dp=2").cached
-    assert not cache.entries()
-    assert sys.gettrace() is None
+    model = kind(8, 4)
+    model.folder, model.held = str(tmp_path), iter([1])  # type: ignore[assignment]
+    programs = [shardc.compile(model, torch.ones(4, 8), mesh="dp=2") for _ in range(2)]
+    assert [program.cached for program in programs] == ["stored", "hit"]
+    assert torch.equal(*(torch.as_tensor(program.simulate().loss) for program in programs))
+    assert [*programs[0].constants] == [*programs[1].constants]
 
 
 def test_a_program_that_no_file_can_have_is_compiled_all_the_same(

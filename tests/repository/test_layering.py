@@ -24,7 +24,7 @@ FLOORS: list[dict[str, str]] = [
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
             collectives curve dead_operands default_device derive_provenance device_rates diagnostic dot equal_layers
             files fold gc_pause graph group_axes hardware in_flight in_place index_operands layer_blocks layers
-            lazy_graph lengthened links liveness mesh microbatch ops
+            lazy_graph lazy_mapping lengthened links liveness mesh microbatch ops
             ops.accumulate ops.adamw ops.assumed ops.attention ops.attention_heads ops.attention_keys ops.attention_rows
             ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums
             ops.check_index ops.collectives ops.columns ops.context ops.cpu_attention ops.ctc ops.cumulative
@@ -32,8 +32,8 @@ FLOORS: list[dict[str, str]] = [
             ops.fused_attention ops.gathered ops.group_norm ops.grouped ops.halo ops.host_copies ops.kernels ops.linear
             ops.local ops.mirror ops.pick ops.scaled ops.scan ops.scan_body ops.scan_parts ops.scan_steps ops.shift
             ops.softmax ops.squares ops.step_runs ops.streams ops.take ops.windows overlap overlap_schedule parse
-            placement plain program provenance python schema slowdowns small_sums storages sums text trees types units
-            verify version
+            placement plain program provenance python schema slowdowns small_sums stack_room storages sums text trees
+            types units verify version
         """,
     },
     {
@@ -148,7 +148,7 @@ FLOORS: list[dict[str, str]] = [
             own_values precision program_inputs program_optimizers provenance python_random python_state rolled_loops
             row_selection row_wise sample_call sample_values saved_state selected_rows size_guards spec_augment
             state_holders substitution token_weights trace traced traced_graph traced_scalar unrecorded_layers
-            unsupported update_cache watched_calls whole_matrices
+            unsupported update_cache whole_matrices
         """,
     },
     {
@@ -182,12 +182,12 @@ FLOORS: list[dict[str, str]] = [
     },
     {
         "shardc.compiler": """
-            __init__ binding decompose_auto driver fusion_default generation graphs_auto layer_copies pass_pipeline
-            pipelining program_check rank request split_auto step_plan what_varies
+            __init__ binding compiled decompose_auto driver fusion_default generation graphs_auto layer_copies
+            pass_pipeline pipelining preparation program_check rank request split_auto step_plan what_varies
         """,
     },
     {
-        "shardc.program_cache": "__init__ code fingerprint folder key libraries origins place surroundings witness",
+        "shardc.program_cache": "__init__ digest folder key place surroundings traces",
         "shardc.planner": """
             __init__ annotations autoplan axis_roles call_costs candidate candidates compiled_cost inner
             inner_placement layer_costs layers min_sum network numbers placement_program ranking reasons reduced_model

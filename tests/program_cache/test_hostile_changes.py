@@ -1,15 +1,17 @@
-"""What a trace may read, changed behind the back of a key: each case yields a request, changes one thing, and yields
-again. The two keys differ, or there is none; one key for both would be a wrong program.
+"""What a trace may read, changed behind the back of a cache: each case yields a request, changes one thing, and yields
+again. Each is the program that compiling gives, or the error, whatever the one before has left on the disk.
 
 Longer than 400 lines: all cases are of one kind, and go through the same few functions.
 """
 
+import abc
 import enum
 import functools
+import itertools
 import logging
 import operator
+import os
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +24,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from shardc.compiler.request import Request
-from shardc.program_cache.key import key_of
-from shardc.program_cache.origins import UncacheableError
 from tests.program_cache import hostile_settings as settings
+from tests.program_cache.models import outcome
 
 Requests = Iterator[Request]
 CASES: dict[str, Callable[[pytest.MonkeyPatch], Requests]] = {}
@@ -36,7 +37,7 @@ def case(build: Callable[[pytest.MonkeyPatch], Requests]) -> Callable[[pytest.Mo
 
 
 def of(model: nn.Module, **options: Any) -> Request:
-    return Request(model, torch.ones(4, 8), "dp=2", **options)
+    return Request(model, torch.ones(4, 8), "dp=2", loss=lambda output, _: output.square().mean(), **options)
 
 
 class Scaled(nn.Linear):
@@ -281,8 +282,8 @@ def a_dict_that_is_written_to(patch: pytest.MonkeyPatch) -> Requests:
 
 @case
 def a_tensor_that_is_written_to(patch: pytest.MonkeyPatch) -> Requests:
-    limit = torch.ones(3)
-    model = Scaled(lambda: float(limit[0]))
+    limit = torch.ones(8)
+    model = Scaled(lambda: limit)
     yield of(model)
     limit[0] = 3.0
     yield of(model)
@@ -330,9 +331,14 @@ class Custom(torch.autograd.Function):
         return gradient * settings.FACTOR
 
 
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Custom.apply(x)  # type: ignore[no-any-return]
+
+
 @case
 def what_a_backward_of_autograd_reads(patch: pytest.MonkeyPatch) -> Requests:
-    model = Scaled(lambda: Custom.apply(torch.ones(8)))
+    model = nn.Sequential(nn.Linear(8, 8), Doubled())
     yield of(model)
     patch.setattr(settings, "FACTOR", 3.0)
     yield of(model)
@@ -365,26 +371,39 @@ def one_builtin_of_torch_for_another(patch: pytest.MonkeyPatch) -> Requests:
     yield of(model)
 
 
+class Times:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x: Tensor, approximate: str) -> Tensor:
+        return x * self.factor
+
+
 @case
 def a_partial_in_the_place_of_torch_s(patch: pytest.MonkeyPatch) -> Requests:
-    real = F.gelu
-    for approximate in ("none", "tanh"):
-        patch.setattr(F, "gelu", functools.partial(real, approximate=approximate))
+    for factor in (2.0, 3.0):
+        patch.setattr(F, "gelu", functools.partial(Times.__call__, Times(factor)))
         yield of(GELU)
 
 
 @case
 def an_object_in_the_place_of_torch_s(patch: pytest.MonkeyPatch) -> Requests:
-    for size in (0.0, 0.5):
-        patch.setattr(F, "gelu", nn.LeakyReLU(size))
+    for factor in (2.0, 3.0):
+        patch.setattr(F, "gelu", Times(factor))
         yield of(GELU)
+
+
+class Normed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(super().forward(x), (8,))
 
 
 @case
 def a_default_of_torch_s_function(patch: pytest.MonkeyPatch) -> Requests:
-    yield of(nn.LayerNorm(8))
+    model = Normed(8, 8)
+    yield of(model)
     patch.setattr(F.layer_norm, "__defaults__", (None, None, 0.5))
-    yield of(nn.LayerNorm(8))
+    yield of(model)
 
 
 @case
@@ -422,9 +441,14 @@ class Batch:
         self.x = x
 
 
+class Taking(nn.Linear):
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch.x).square().mean()
+
+
 @case
 def how_a_batch_is_taken_apart(patch: pytest.MonkeyPatch) -> Requests:
-    request = Request(nn.Linear(8, 8), (torch.ones(4, 8),), "dp=2")
+    request = Request(Taking(8, 8), (Batch(torch.ones(4, 8)),), "dp=2")
     yield request
     pytree.register_pytree_node(Batch, lambda b: ([b.x * settings.FACTOR], None), lambda values, _: Batch(values[0]))
     try:
@@ -464,72 +488,166 @@ def a_loggers_level(patch: pytest.MonkeyPatch) -> Requests:
     yield of(model)
 
 
+# ---------------------------------------------------------------------- what no line of the user's code names
+@case
+def a_class_attribute_of_a_library(patch: pytest.MonkeyPatch) -> Requests:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0))
+    yield of(model)
+    patch.setattr(nn.Dropout, "forward", property(lambda self: lambda x: x * 3), raising=False)
+    yield of(model)
+
+
+@case
+def a_partial_in_a_registry_of_transformers(patch: pytest.MonkeyPatch) -> Requests:
+    from transformers.activations import ACT2FN
+
+    for approximate in ("none", "tanh"):
+        patch.setitem(ACT2FN, "made", (nn.GELU, {"approximate": approximate}))
+        yield of(nn.Sequential(nn.Linear(8, 8), ACT2FN["made"]))
+
+
+@case
+def what_is_registered_as_of_an_abstract_class(patch: pytest.MonkeyPatch) -> Requests:
+    class Abstract(abc.ABC):  # noqa: B024
+        pass
+
+    class Plain:
+        pass
+
+    model = Scaled(lambda: 3.0 if isinstance(Plain(), Abstract) else 2.0)
+    yield of(model)
+    Abstract.register(Plain)
+    yield of(model)
+
+
+@case
+def a_set_that_forward_goes_through(patch: pytest.MonkeyPatch) -> Requests:
+    names = {2.0}
+    model = Scaled(lambda: sum(names))
+    yield of(model)
+    names.add(3.0)
+    yield of(model)
+
+
+@case
+def what_a_function_remembers(patch: pytest.MonkeyPatch) -> Requests:
+    remembered = functools.lru_cache(lambda: settings.FACTOR)
+    model = Scaled(remembered)
+    yield of(model)
+    patch.setattr(settings, "FACTOR", 3.0)
+    yield of(model)  # compiling asks anew
+
+
+@case
+def how_often_forward_ran(patch: pytest.MonkeyPatch) -> Requests:
+    calls = itertools.count(1)
+    model = Scaled(lambda: float(next(calls)))
+    yield of(model)
+    yield of(model)
+
+
+@case
+def a_file_that_forward_reads(patch: pytest.MonkeyPatch) -> Requests:
+    model = Scaled(lambda: float(Path("factor").read_text()))
+    for factor in ("2", "3"):
+        Path("factor").write_text(factor)
+        yield of(model)
+
+
+@case
+def a_variable_of_the_environment(patch: pytest.MonkeyPatch) -> Requests:
+    model = Scaled(lambda: float(os.environ["FACTOR"]))
+    for factor in ("2", "3"):
+        patch.setenv("FACTOR", factor)
+        yield of(model)
+
+
+@case
+def a_hook_of_a_gradient(patch: pytest.MonkeyPatch) -> Requests:
+    model = nn.Linear(8, 8)
+    model.weight.register_hook(lambda gradient: gradient * settings.FACTOR)
+    yield of(model)
+    patch.setattr(settings, "FACTOR", 3.0)
+    yield of(model)
+
+
+@case
+def what_a_second_step_of_an_optimizer_does(patch: pytest.MonkeyPatch) -> Requests:
+    """One step is as before, the third is not: that is checked before anything is taken from the disk."""
+    model = nn.Linear(8, 8)
+    yield of(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = Later(model.parameters(), lr=0.1)
+    yield of(model, optimizer=optimizer)
+
+
+class Later(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Later.steps += 1
+        return super().step(closure) if Later.steps < 3 else None
+
+
+@case
+def a_method_of_an_optimizer_s_class(patch: pytest.MonkeyPatch) -> Requests:
+    model = nn.Linear(8, 8)
+    step = torch.optim.AdamW.step
+    yield of(model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    def twice(self: Any, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None if p.grad is None else p.grad * 2
+        return step(self, closure)
+
+    patch.setattr(torch.optim.AdamW, "step", twice)
+    yield of(model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+class Asking(nn.Linear):
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        return super().forward(x)[:, : counts.max().item()].square().mean()  # type: ignore[misc]
+
+
+@case
+def a_microbatch_that_answers_otherwise(patch: pytest.MonkeyPatch) -> Requests:
+    """Both samples have one trace, that of their first microbatch; the second is refused."""
+    for last in (3, 5):
+        batch = {"x": torch.ones(4, 8), "counts": torch.tensor([3, 1, 2, last])}
+        yield Request(Asking(8, 8), batch, "dp=2", {"accumulate": 2})
+
+
+@case
+def what_a_buffer_on_the_meta_device_is_computed_of(patch: pytest.MonkeyPatch) -> Requests:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    tokens = torch.zeros(4, 8, dtype=torch.int64)
+    for theta in (10_000.0, 500.0):
+        rope = {"rope_type": "default", "rope_theta": theta}
+        with torch.device("meta"):
+            config = LlamaConfig(**sizes, num_hidden_layers=1, use_cache=False, rope_parameters=rope)
+            model = LlamaForCausalLM(config)
+        yield Request(model, {"input_ids": tokens, "labels": tokens}, "dp=2")
+
+
+SAME = {  # what changes nothing that a program holds
+    "the_value_of_a_member_in_a_set",
+    "an_op_of_torch_that_is_implemented_anew",
+}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_change_behind_the_key_s_back(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_change_behind_the_cache_s_back(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    keys: list[str] = []
-    for i, request in enumerate(CASES[name](monkeypatch)):
-        try:
-            keys.append(key_of(request).digest)
-        except UncacheableError as refusal:
-            keys.append(f"{i}: {refusal}")
-    assert len(keys) == len({*keys}) == 2
-
-
-# ---------------------------------------------------------------------- what has no key
-@pytest.mark.parametrize(
-    ("factor", "reason"),
-    [
-        (lambda: torch.load("weights.pt"), "torch.load"),
-        (lambda: torch.cuda.get_device_capability()[0], "get_device_capability"),
-        (lambda: torch.distributed.get_rank(), "torch.distributed"),
-        (lambda: float(Path("factor").read_text()), "pathlib"),
-        (lambda: len(Matched.__subclasses__()), "__subclasses__"),
-    ],
-    ids=["weights", "capability", "rank", "path", "subclasses"],
-)
-def test_what_asks_the_world_has_no_key(factor: Callable[[], Any], reason: str) -> None:
-    with pytest.raises(UncacheableError, match=reason):
-        key_of(of(Scaled(factor)))
-
-
-def test_a_set_that_is_gone_through_has_no_key_and_one_that_is_only_held_has() -> None:
-    names = {"a", "b"}
-    with pytest.raises(UncacheableError, match="order that differs"):
-        key_of(of(Scaled(lambda: len(list(names)))))
-    with pytest.raises(UncacheableError, match="goes through a set"):
-        key_of(of(Scaled(lambda: [name for name in {"a", "b"}])))  # noqa: C416, PLC0208
-    assert key_of(of(Scaled(lambda: "a" in {"a", "b"}))).digest
-    model = nn.Linear(8, 8)
-    model.names = names  # type: ignore[assignment]
-    assert key_of(of(model)).digest
-
-
-def test_a_function_that_remembers_what_it_returned_has_no_key() -> None:
-    factor = functools.lru_cache(lambda: 2.0)
-    model = Scaled(factor)
-    assert key_of(of(model)).digest
-    factor()
-    with pytest.raises(UncacheableError, match="remembers what it returned"):
-        key_of(of(model))
-
-
-class TwoReaders:
-    """No code names either method, and both read what has no content: a library may call either."""
-
-    def first(self) -> object:
-        return settings.LOCK
-
-    def second(self) -> object:
-        return settings.LOCK
-
-    def third(self) -> float:
-        return settings.FACTOR
-
-
-def test_each_reader_of_what_is_not_known_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "LOCK", threading.Lock(), raising=False)
-    model = nn.Linear(8, 8)
-    model.held = TwoReaders()  # type: ignore[assignment]
-    watched = {method.__name__ for method in key_of(of(model)).unknown}
-    assert watched == {"first", "second"}
+    monkeypatch.setenv("SHARDC_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    fresh: list[Any] = []
+    for request in CASES[name](monkeypatch):
+        said, found = outcome(request, cached=True)
+        fresh.append(outcome(request, cached=False)[1])
+        if name == "how_often_forward_ran":
+            assert said != "hit"
+        else:
+            assert found == fresh[-1], said
+    assert (fresh[0] == fresh[1]) == (name in SAME)
