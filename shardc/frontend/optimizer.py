@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, fx, nn
@@ -64,9 +65,15 @@ class AppendUpdates(Pass):
                 check_finite=self.check_finite,
                 refuses_drops=self.refuses_drops,
                 together=self.together,
+                updates=self._updates,
             )
         )
         return graph
+
+    @cached_property
+    def _updates(self) -> _Updates:
+        """Each is traced once, whoever asks first."""
+        return _Updates(groups_of(self.optimizer), self.together)
 
     def of(self, traced: Traced) -> Iterator[tuple[str, int, Update]]:
         """Of each trained parameter of a trace, its group's index and its update. Raises ShardcError (SC107)."""
@@ -75,11 +82,10 @@ class AppendUpdates(Pass):
         params = {i.name: i for i in traced.inputs if i.role == "param"}
         names = {alias: i.name for i in params.values() for alias in (i.name, *i.aliases)}
         groups = {names.get(name, name): index for name, index in group_indices(self.optimizer, self.model)}
-        updates = _Updates(groups_of(self.optimizer), self.together)
         for output in traced.outputs:
             if output.role == "grad" and output.name in groups:
                 stored = TensorType.of(params[output.name].node.meta["val"])
-                yield output.name, groups[output.name], updates.of(groups[output.name], stored)
+                yield output.name, groups[output.name], self._updates.of(groups[output.name], stored)
 
 
 def append_updates(
@@ -92,6 +98,7 @@ def append_updates(
     check_finite: bool = False,
     refuses_drops: bool = False,
     together: int = 0,
+    updates: _Updates | None = None,
 ) -> dict[str, float]:
     """Replace the graph's gradients by the parameters and the state after the optimizer's step.
 
@@ -111,7 +118,8 @@ def append_updates(
     if optimizer is None:
         updated = [(port, final.gradients[port.name]) for port, _ in outputs if port.role == "grad"]
     else:
-        updated = _updated(append, _Updates(groups_of(optimizer), together), groups, final, fills)
+        updates = updates or _Updates(groups_of(optimizer), together)
+        updated = _updated(append, updates, groups, final, fills)
     results = [(port, node) for port, node in outputs if port.role != "grad"]
     results = push_histories(append, results, final.allowed, precision, fills)
     outputs = [*results[:1], *updated, *final.state, *results[1:], *final.outputs]

@@ -1,8 +1,10 @@
 """Where the program of a request lies in the cache: found when it is traced, and filled once it is compiled.
 
-find()      trace, key, read; a program that took a second trace to compile is a hit if that one is equal too
-compiled(request, place)      compiles what `find` traced, and notes what else it traces
-write(...)  keeps the program, with the keys of all that was traced
+    place.find()                  trace, key, read: the program, if there is one
+    compiled(request, place)      compiles what was traced, and notes what else it traces
+    place.write(...)              keeps the program, with the keys of all traces
+
+A program that took a second trace to compile is a hit if that one is equal too.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Place(Preparing):
         self._folder = None if isinstance(folder, str) else folder
         self._request = request
         self._asked: tuple[Plan, str] | None = None
-        self._ready: dict[int, Prepared] = {}  # by parts; each is compiled once at most
+        self._ready: dict[int, tuple[Prepared, str]] = {}  # by parts, with its key; each is compiled once at most
         self._seen: _Seen = []
 
     # ------------------------------------------------------------------ before
@@ -46,8 +48,9 @@ class Place(Preparing):
             return None
         plan, fused_on = self.asked(self._request)
         first = in_parts(plan, plan.overlap.parts)
-        prepared = self._ready[first.overlap.parts] = super().way(self._request, first, fused_on)
+        prepared = super().way(self._request, first, fused_on)
         key = self._key(prepared)
+        self._ready[first.overlap.parts] = prepared, key
         content = self._folder.read(key) if key else None
         if content is None:
             return None
@@ -58,7 +61,8 @@ class Place(Preparing):
         """Is another trace of the request what it was?"""
         plan, fused_on = self.asked(self._request)
         try:
-            prepared = self._ready.get(parts) or super().way(self._request, in_parts(plan, parts), fused_on)
+            ready = self._ready.get(parts)
+            prepared = super().way(self._request, in_parts(plan, parts), fused_on) if ready is None else ready[0]
             return self._key(super().of_all_layers(prepared) if all_layers else prepared) == key
         except ShardcError:
             return False
@@ -85,24 +89,26 @@ class Place(Preparing):
         return self._asked
 
     def way(self, request: Request, plan: Plan, fused_on: str) -> Prepared:
-        prepared = self._ready.pop(plan.overlap.parts, None)
-        if prepared is None or prepared.options.watch is not request.watch:
+        ready = self._ready.pop(plan.overlap.parts, None)
+        if ready is not None and ready[0].options.watch is request.watch:
+            prepared, key = ready
+        else:
             try:
-                prepared = super().way(request, plan, fused_on)
+                prepared, key = super().way(request, plan, fused_on), ""
             except ShardcError as refused:
                 self._refuse(f"a part of the batch cannot be traced: {refused.diagnostics[0].message}")
                 raise
-        self._note(prepared, all_layers=False)
+        self._note(prepared, key, all_layers=False)
         return prepared
 
     def of_all_layers(self, prepared: Prepared) -> Prepared:
         prepared = super().of_all_layers(prepared)
-        self._note(prepared, all_layers=True)
+        self._note(prepared, "", all_layers=True)
         return prepared
 
-    def _note(self, prepared: Prepared, *, all_layers: bool) -> None:
+    def _note(self, prepared: Prepared, key: str, *, all_layers: bool) -> None:
         if not self.reason:
-            self._seen.append((prepared.task.plan.overlap.parts, all_layers, self._key(prepared)))
+            self._seen.append((prepared.task.plan.overlap.parts, all_layers, key or self._key(prepared)))
 
     # ------------------------------------------------------------------ after
     def write(self, compiled: Compiled, content: Callable[[], dict[str, Any]]) -> str:

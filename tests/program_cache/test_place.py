@@ -11,6 +11,7 @@ import shardc
 from shardc.compiler import compiled as compiling
 from shardc.compiler.driver import Task, compile_step
 from shardc.compiler.preparation import Sample
+from shardc.frontend.few_layers import _Few
 from shardc.ir.units import UnequalError
 from shardc.program_cache.folder import Folder
 from shardc.rules import registry
@@ -124,12 +125,21 @@ def test_a_trace_of_all_layers_counts(cache: Folder, undecided: list[bool], monk
     assert (said, other == found) == ("stored", False)
 
 
-def test_layers_that_are_found_unequal_before_passes_run(cache: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of few layers is part of compiling. Where something is refused before it, it is asked for."""
-    torch.manual_seed(0)
-    model, plan = Stack(layers=20), {"params": {"nowhere": "tp, -"}}
-    with pytest.raises(shardc.ShardcError, match="nowhere"):
-        shardc.compile(model, torch.ones(4, 16), mesh="tp=2", plan=plan)
+def test_what_is_refused_of_unequal_layers_is_refused_of_all(
+    undecided: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few layers are checked when they are compiled: an error that is found before may be one of them alone."""
+
+    def unequal(_: _Few) -> None:
+        raise UnequalError("layers")
+
+    plan = {"params": {"nowhere": "tp, -"}}
+    for check, recorded in ((_Few.check, [False]), (unequal, [False, True])):
+        undecided.clear()
+        monkeypatch.setattr(_Few, "check", check)
+        with pytest.raises(shardc.ShardcError, match="nowhere"):
+            shardc.compile(Stack(layers=20), torch.ones(4, 16), mesh="tp=2", plan=plan)
+        assert undecided == recorded
 
 
 # ---------------------------------------------------------------------- what is not kept
