@@ -243,6 +243,35 @@ def test_views_that_backward_makes_view_what_came_back() -> None:
         assert torch.equal(one, other)
 
 
+class Counted(nn.Module):
+    """Batch norm's statistics: only backward reads the view of them that forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for _ in "abc"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize("more", [{}, {"overlap": {"split": 2}}, {"fuse": True}], ids=["plain", "halves", "kernels"])
+def test_views_that_nothing_reads_any_more_are_gone(more: dict[str, Any]) -> None:
+    plan = {"mesh": "dp=2", "inputs": {"x": "dp"}, "accumulate": 2, **more}
+    results: list[list[Tensor]] = []
+    for said in (ALL, "none"):
+        torch.manual_seed(0)
+        model, batch = Counted().double(), {"x": torch.randn(16, 4, 9, 9, dtype=torch.float64)}
+        adam = torch.optim.Adam(model.parameters())
+        program = shardc.compile(model, batch, plan={**plan, "offload": said}, optimizer=adam)
+        results.append(flat(simulate(program.body, program.inputs(batch))))
+        if said == ALL:
+            assert moved(program.body)
+            assert program.verify().ok
+            check(program.body)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_must_stay_stays() -> None:
     program, _ = hard("one rank", offload="all")
     body, of = program.body, storages(program.body)

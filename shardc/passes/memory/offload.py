@@ -39,7 +39,7 @@ from shardc.cost.call_seconds import call_costs
 from shardc.ir.buckets import pieces, with_buckets
 from shardc.ir.collectives import human_bytes
 from shardc.ir.diagnostic import Diagnostic
-from shardc.ir.graph import Graph, Phase, info, operands, producer, results, set_info, type_of
+from shardc.ir.graph import Graph, Phase, info, keep_atoms, operands, producer, results, set_info, type_of
 from shardc.ir.hardware import DEFAULT, Hardware
 from shardc.ir.in_place import writes
 from shardc.ir.microbatch import calls_as_run, in_microbatch
@@ -197,6 +197,17 @@ def _move(graph: Graph, calls: Sequence[fx.Node], chosen: Sequence[Saved], clock
             places += [(begin, 3 if begin == at else 5, fetched), (at, 4, here)]
             places += [(at, 4, node) for node in _read_from(graph, each, here, phase)]
     put(graph, calls, places)
+    _erase_unread(graph, {value for each in chosen for value in each.views})
+
+
+def _erase_unread(graph: Graph, views: set[fx.Node]) -> None:
+    """Erase views of forward's that only backward read, which has views of what came back: once nothing reads them,
+    they are no calls of a microbatch."""
+    for node in reversed(list(graph.fx.nodes)):
+        if node in views and not node.users:
+            if node.target is operator.getitem:
+                keep_atoms(producer(node)[0], node)
+            graph.fx.erase_node(node)
 
 
 def copies_to_host(
