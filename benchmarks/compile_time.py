@@ -252,12 +252,13 @@ def compare_fusing(calls: int, trees: list[Path], rounds: int) -> None:
         process.communicate()
 
 
-def time_second_starts(shape: str, layers: list[int], mesh: str) -> int:
+def time_second_starts(shape: str, layers: list[int], mesh: str, *, trained: bool = False) -> int:
     """A line for each number of layers: what a start takes that has the program of another one."""
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         for count in layers:
             arguments = ["--one", "--cached", "--shape", shape, "--layers", str(count), "--mesh", mesh]
+            arguments += ["--trained"] if trained else []
             compiled_apart(arguments, ROOT, folder)
             row = compiled_apart(arguments, ROOT, folder)
             ok = row["shares"]["cached"] == "hit" and row["cpu_seconds"] < CACHED_LIMIT
@@ -297,7 +298,7 @@ def main() -> int:
         print(json.dumps(row))
         return 0
     if options.cached:
-        return time_second_starts(options.shape or "7b", options.layers, options.mesh)
+        return time_second_starts(options.shape or "7b", options.layers, options.mesh, trained=options.trained)
     todo = [(options.shape, n or None, options.mesh, None) for n in options.layers] if options.shape else BARS
     missed, seconds = 0, list[float]()
     for shape, layers, mesh, limit in todo:

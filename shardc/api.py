@@ -50,7 +50,6 @@ from shardc.ir.files import write_text
 from shardc.ir.gc_pause import gc_paused
 from shardc.ir.graph import Graph, info
 from shardc.ir.lazy_graph import LazyGraph
-from shardc.ir.lazy_mapping import LazyMapping
 from shardc.ir.mesh import Mesh
 from shardc.ir.microbatch import SCALE, fewest_microbatches
 from shardc.ir.ops.streams import step_key
@@ -239,7 +238,7 @@ def _of_request(request: Request, traced: Traced, **made: Any) -> Program:
     """A program, bound to the model that it is of and to what else it was compiled with."""
     model, optimizer = request.model, request.optimizer
     buffers, constants = computed_buffers(model), traced.constants
-    made["constants"] = LazyMapping(lambda: {**buffers.values, **constants})
+    made["constants"] = {**buffers.values, **constants}
     return Program(
         **made,
         model=model,

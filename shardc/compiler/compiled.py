@@ -44,6 +44,7 @@ class Compiled:
     plan: Plan
     mesh: Mesh  # the user's
     strict: bool
+    prepared: Prepared
 
 
 class Preparing:
@@ -128,13 +129,18 @@ def _finished(prepared: Prepared, preparing: Preparing) -> Compiled:
             record["decompose"] = list(choice)
     if graphs.traffic is not None:
         record["traffic"] = [list(moved) for moved in graphs.traffic]
-    return Compiled(graphs, record, task.traced, task.bound, plan, task.mesh, options.strict)
+    return Compiled(graphs, record, task.traced, task.bound, plan, task.mesh, options.strict, prepared)
+
+
+def asks(prepared: Prepared) -> bool:
+    """Does forward ask for values of its sample, so that others may make another program?"""
+    return any(d.code == "SC128" for d in prepared.task.traced.diagnostics)
 
 
 def refuse_divided(prepared: Prepared, reference: Graph) -> None:
     """Raise ShardcError (SC512) for a sample whose microbatches answer what forward asks of them differently."""
     request, count = prepared.request, prepared.task.plan.microbatches
-    if count == 1 or not any(d.code == "SC128" for d in prepared.task.traced.diagnostics):
+    if count == 1 or not asks(prepared):
         return
     assumptions = IndexCheck(reference).assumptions
     for place, micro in enumerate(split(request.batch, count)):

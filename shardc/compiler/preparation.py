@@ -61,10 +61,13 @@ class Prepared:
     record: PlanRecord
     fused_on: str
     sample: Sample
+    all_layers: bool = False  # were all of many equal layers recorded, as few did not tell?
 
     def of_all_layers(self) -> Prepared:
         """The same from a trace that records all layers, where the few that were recorded do not tell what all do."""
-        return replace(self, task=replace(self.task, traced=self.sample.traced(self.request, all_layers=True)))
+        traced = self.sample.traced(self.request, all_layers=True)
+        prepared = _prepared(self.request, self.task.plan, self.fused_on, self.sample, traced)
+        return replace(prepared, all_layers=True)
 
 
 @dataclass(frozen=True)

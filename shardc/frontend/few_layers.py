@@ -55,10 +55,13 @@ class _Few:
         return short
 
     def check(self) -> None:
-        whole = self._graph
-        for units in reversed(self.units[1:]):
-            whole = lengthened(whole, units)
-        inputs, outputs = lengthened_ports(whole, self.units[0])
+        try:
+            whole = self._graph
+            for units in reversed(self.units[1:]):
+                whole = lengthened(whole, units)
+            inputs, outputs = lengthened_ports(whole, self.units[0])
+        except Exception as fault:
+            raise UnequalError(f"{type(fault).__name__} where all layers are made of few") from fault
         if inputs != self._inputs or [(p.role, p.name) for p in outputs] != self._outputs:
             raise UnequalError("inputs and outputs are others")
 

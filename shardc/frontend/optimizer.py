@@ -75,8 +75,9 @@ class AppendUpdates(Pass):
         """Each is traced once, whoever asks first."""
         return _Updates(groups_of(self.optimizer), self.together)
 
-    def of(self, traced: Traced) -> Iterator[tuple[str, int, Update]]:
-        """Of each trained parameter of a trace, its group's index and its update. Raises ShardcError (SC107)."""
+    def of(self, traced: Traced) -> Iterator[tuple[str, int, str, Update]]:
+        """Of each trained parameter of a trace its group's index, the name of the optimizer's class, and its update.
+        Raises ShardcError (SC107)."""
         if self.optimizer is None:
             return
         params = {i.name: i for i in traced.inputs if i.role == "param"}
@@ -85,7 +86,8 @@ class AppendUpdates(Pass):
         for output in traced.outputs:
             if output.role == "grad" and output.name in groups:
                 stored = TensorType.of(params[output.name].node.meta["val"])
-                yield output.name, groups[output.name], self._updates.of(groups[output.name], stored)
+                index = groups[output.name]
+                yield output.name, index, self._updates.kind(index), self._updates.of(index, stored)
 
 
 def append_updates(
@@ -193,8 +195,7 @@ def _results(append: Append, updates: _Updates, members: Sequence[_Member]) -> d
             update, given = some[0].update, [(member.name, member.inputs) for member in some]
             core, body = updates.core(update), updates.batched(update, len(some))
             assert core is not None
-            kind = type(updates.groups[index].optimizer).__name__
-            made = append_together(append, update, core, body, given, kind)
+            made = append_together(append, update, core, body, given, updates.kind(index))
             results |= {member.name: values for member, values in zip(some, made, strict=True)}
     return results
 
@@ -237,6 +238,10 @@ class _Updates:
     shared: dict[int, Hashable | None] = field(default_factory=dict[int, Hashable | None])  # options of each group
     cores: dict[int, Core | None] = field(default_factory=dict[int, "Core | None"])  # by the id of an update of `known`
     bodies: dict[tuple[int, int], Graph] = field(default_factory=dict[tuple[int, int], Graph])
+
+    def kind(self, index: int) -> str:
+        """The class of a group's optimizer."""
+        return type(self.groups[index].optimizer).__name__
 
     def core(self, update: Update) -> Core | None:
         if id(update) not in self.cores:

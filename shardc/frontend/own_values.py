@@ -21,9 +21,8 @@ from __future__ import annotations
 import inspect
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -33,7 +32,6 @@ from shardc.frontend.buffer_writers import INITIALIZERS, functions_of, may_write
 from shardc.frontend.made_anew import CONTENTS, Anew, takes_config_alone
 from shardc.frontend.model_tree import own_buffers
 from shardc.ir.default_device import on_cpu
-from shardc.ir.lazy_mapping import LazyMapping
 
 Compute = Callable[[float, int], "Tensor | None"]  # of the contents of the memory, and the seed of random numbers
 UNSET = "its own code leaves elements unset, or draws them at random"
@@ -45,31 +43,20 @@ _UNSAVED = "_non_persistent_buffers_set"  # of a module: the keys of such buffer
 class ComputedBuffers:
     """Buffers that are in no `state_dict`, by name: their values, and why others on the meta device have none."""
 
-    values: Mapping[str, Tensor]
-    reasons: Mapping[str, str]
-
-
-def computed_buffers(model: nn.Module) -> ComputedBuffers:
-    """Every buffer that is not persistent: its tensor, or where that lies on the meta device what its code computes,
-    which it does when somebody first asks: it makes the model anew."""
-    unsaved = non_persistent_buffers(model)
-    if not any(buffer.is_meta for buffer in unsaved.values()):
-        return ComputedBuffers({name: buffer.detach() for name, buffer in unsaved.items()}, {})
-    made = cache(lambda: _computed_buffers(model, unsaved))
-    return ComputedBuffers(LazyMapping(lambda: made()[0]), LazyMapping(lambda: made()[1]))
+    values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    reasons: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @on_cpu
-def _computed_buffers(model: nn.Module, unsaved: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The values, and the reasons."""
-    values: dict[str, Tensor] = {}
-    reasons: dict[str, str] = {}
+def computed_buffers(model: nn.Module) -> ComputedBuffers:
+    """Every buffer that is not persistent: its tensor, or where that lies on the meta device what its code computes."""
+    result = ComputedBuffers()
     shell: nn.Module | None = None
     anew = Anew(max((b.numel() for b in model.buffers()), default=0))
     again: Anew | None = None
-    for name, buffer in unsaved.items():
+    for name, buffer in non_persistent_buffers(model).items():
         if not buffer.is_meta:
-            values[name] = buffer.detach()
+            result.values[name] = buffer.detach()
             continue
         shell = shell or _shell(model)
         value, reason = _computed(model, shell, name, anew)
@@ -85,10 +72,10 @@ def _computed_buffers(model: nn.Module, unsaved: Mapping[str, Tensor]) -> tuple[
             if not _same(value, other):
                 value, reason = None, f"it is another in {buffer.dtype} than cast from {default}"
         if value is None:
-            reasons[name] = reason
+            result.reasons[name] = reason
         else:
-            values[name] = value
-    return values, reasons
+            result.values[name] = value
+    return result
 
 
 def non_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -90,11 +90,14 @@ class Folder:
         if content is None:
             self._remove(key)
             return None
+        return content
+
+    def note_hit(self, key: str) -> None:
+        """Count that a program was taken, which makes it the last that was used."""
         with suppress(OSError):
-            os.utime(path)
+            os.utime(self.path / f"{key}{_SUFFIX}")
             with (self.path / f"{key}{_HITS}").open("ab") as hits:
                 hits.write(b".")
-        return content
 
     def write(self, key: str, about: Mapping[str, str], content: dict[str, Any]) -> bool:
         """Write a program, and make room for it. False where it cannot be written, or is larger than the bound."""

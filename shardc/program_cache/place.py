@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardc.compiler.compiled import Compiled, Preparing, in_parts
+from shardc.compiler.compiled import Compiled, Preparing, asks, in_parts
 from shardc.compiler.preparation import Prepared
 from shardc.compiler.request import Request
 from shardc.ir.diagnostic import ShardcError
 from shardc.ir.graph import Graph
 from shardc.passes.type_check import unknown_ops
+from shardc.plan.overlap import AUTO
 from shardc.plan.schema import Plan
 from shardc.program_cache.digest import UncacheableError
 from shardc.program_cache.folder import Folder
@@ -25,7 +26,7 @@ from shardc.program_cache.key import key_of
 from shardc.program_cache.surroundings import foreign
 from shardc.rules.registry import find_rule
 
-_Seen = list[tuple[int, bool, str]]  # of each trace: parts of the batch, whether of all layers, its key
+_Seen = list[tuple[int, bool, str]]  # of each trace: parts of the batch, whether of all layers; its key, or why none is
 
 
 class Place(Preparing):
@@ -42,8 +43,8 @@ class Place(Preparing):
 
     # ------------------------------------------------------------------ before
     def find(self) -> tuple[Prepared, dict[str, Any]] | None:
-        """What `write` was given for an equal request, and what this one is prepared as. Raises ShardcError where it
-        cannot be prepared."""
+        """What `write` was given for an equal request, and what this one is prepared as, in the way that was taken.
+        Raises ShardcError where it cannot be prepared."""
         if self._folder is None:
             return None
         plan, fused_on = self.asked(self._request)
@@ -54,27 +55,38 @@ class Place(Preparing):
         content = self._folder.read(key) if key else None
         if content is None:
             return None
-        same = all(self._has(*each) for each in content["seen"][1:])
-        return (prepared, content["program"]) if same else None
+        ways = [prepared]
+        for each in content["seen"][1:]:
+            way = self._same(*each)
+            if way is None:
+                return None
+            ways += [way] if isinstance(way, Prepared) else []
+        self._folder.note_hit(key)
+        return next(way for way in ways if _form(way) == content["taken"]), content["program"]
 
-    def _has(self, parts: int, all_layers: bool, key: str) -> bool:
-        """Is another trace of the request what it was?"""
+    def _same(self, parts: int, all_layers: bool, key: str) -> Prepared | str | None:
+        """Another way of the request, or why it is refused, if that is what it was; else None."""
         plan, fused_on = self.asked(self._request)
         try:
             ready = self._ready.get(parts)
             prepared = super().way(self._request, in_parts(plan, parts), fused_on) if ready is None else ready[0]
-            return self._key(super().of_all_layers(prepared) if all_layers else prepared) == key
-        except ShardcError:
-            return False
+            prepared = super().of_all_layers(prepared) if all_layers else prepared
+        except ShardcError as refused:
+            return str(refused) if str(refused) == key else None
+        return prepared if self._key(prepared) == key else None
 
     def _key(self, prepared: Prepared) -> str:
         """An empty text where there is none, of which `reason` is then told."""
+        plan = self.asked(self._request)[0]
+        if plan.overlap.split == AUTO and asks(prepared):
+            self._refuse("values of the sample decide whether the batch runs in halves")
+            return ""
         try:
-            return key_of(prepared, self.asked(self._request)[0])
+            return key_of(prepared, plan)
         except UncacheableError as unknown:
             self._refuse(str(unknown))
         except Exception as wrong:  # of the user's objects; or an optimizer that compiling will refuse
-            self._refuse(f"{type(wrong).__name__} when its content was asked for: {wrong}")
+            self._refuse(f"{type(wrong).__name__} when its content was asked for")
         return ""
 
     def _refuse(self, reason: str) -> None:
@@ -95,20 +107,20 @@ class Place(Preparing):
         else:
             try:
                 prepared, key = super().way(request, plan, fused_on), ""
-            except ShardcError as refused:
-                self._refuse(f"a part of the batch cannot be traced: {refused.diagnostics[0].message}")
+            except ShardcError as refused:  # of halves, which are then no choice
+                self._seen.append((plan.overlap.parts, False, str(refused)))
                 raise
-        self._note(prepared, key, all_layers=False)
+        self._note(prepared, key)
         return prepared
 
     def of_all_layers(self, prepared: Prepared) -> Prepared:
         prepared = super().of_all_layers(prepared)
-        self._note(prepared, "", all_layers=True)
+        self._note(prepared)
         return prepared
 
-    def _note(self, prepared: Prepared, key: str, *, all_layers: bool) -> None:
+    def _note(self, prepared: Prepared, key: str = "") -> None:
         if not self.reason:
-            self._seen.append((prepared.task.plan.overlap.parts, all_layers, key or self._key(prepared)))
+            self._seen.append((*_form(prepared), key or self._key(prepared)))
 
     # ------------------------------------------------------------------ after
     def write(self, compiled: Compiled, content: Callable[[], dict[str, Any]]) -> str:
@@ -120,7 +132,8 @@ class Place(Preparing):
                 _check(graph)
             about = {"model": type(self._request.model).__qualname__, "mesh": str(compiled.mesh)}
             about["mode"] = self._request.mode
-            if self._folder.write(self._seen[0][2], about, {"program": content(), "seen": self._seen}):
+            kept = {"program": content(), "seen": self._seen, "taken": _form(compiled.prepared)}
+            if self._folder.write(self._seen[0][2], about, kept):
                 return ""
             if why := self._folder.distrust():
                 return why
@@ -130,6 +143,11 @@ class Place(Preparing):
         except Exception as wrong:  # of a program that no file can have: it is compiled all the same
             self._refuse(f"{type(wrong).__name__} when it was to be written: {wrong}")
         return self.reason
+
+
+def _form(way: Prepared) -> tuple[int, bool]:
+    """In how many parts the batch is, and whether all layers had to be recorded."""
+    return way.task.plan.overlap.parts, way.all_layers
 
 
 def _check(graph: Graph) -> None:

@@ -21,9 +21,9 @@ from shardc.ir.version import VERSION
 from shardc.program_cache.digest import Digest, UncacheableError
 from shardc.rules.registry import OpRule, all_rules
 
-_VARIABLES = ("SHARDC_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "NVIDIA_")
-_OTHERWISE = ("SHARDC_CACHE", "TORCH_NCCL", "TORCH_SHOW_CPP", "TORCH_ELASTIC", "CUDA_VISIBLE")  # change nothing
-_LIBRARIES = ("torch", "sympy", "networkx", "numpy", "triton")  # that passes call
+_OWN, _OF_FOLDERS = "SHARDC_", "SHARDC_CACHE"  # variables that we read; and such that change no program
+_INTERPRETED = "TRITON_INTERPRET"
+_LIBRARIES = ("sympy", "networkx", "numpy", "triton")  # that passes call
 _SWITCHES: tuple[Callable[[], object], ...] = (
     torch.get_default_dtype,
     torch.get_default_device,
@@ -65,13 +65,15 @@ def add_surroundings(digest: Digest) -> None:
         raise UncacheableError(f"a mode of torch is active: {modes[0]}")
     if torch_compat.saves_by_hooks():
         raise UncacheableError("hooks for what autograd saves are active")
-    ops = torch_compat.replaced_ops()
+    # Torch registers how ops go under `vmap` when somebody first calls that.
+    ops = [op for op in torch_compat.replaced_ops() if not op.rpartition("/")[2].startswith("FuncTorch")]
     for op in ops:
         if op.startswith("aten/") and op.rpartition("/")[2] not in ("Meta", "CUDA", "MPS"):
             raise UncacheableError(f"somebody registered an implementation of {op}")
-    digest.add(VERSION, own_digest(), versions(), HAS_TRITON, sys.version, sys.platform, os.getcwd(), ops)
+    digest.add(VERSION, own_digest(), versions(), HAS_TRITON, sys.version, sys.platform, ops)
     digest.add(list(_answers()), [(op.op.name(), _said(op)) for op in all_rules()])
-    named = [name for name in sorted(os.environ) if name.startswith(_VARIABLES) and not name.startswith(_OTHERWISE)]
+    named = [name for name in sorted(os.environ) if name.startswith(_OWN) and not name.startswith(_OF_FOLDERS)]
+    named += [_INTERPRETED] if _INTERPRETED in os.environ else []
     digest.add([(name, os.environ[name]) for name in named])
     for path in filter(None, os.environ.get(TABLES, "").split(os.pathsep)):
         digest.add(path, Path(path).read_text("utf-8") if Path(path).is_file() else "")
@@ -101,12 +103,13 @@ def _answers() -> Iterator[str]:
 @functools.lru_cache(maxsize=1)
 def versions() -> tuple[str, ...]:
     """Of the libraries that passes call, where there are."""
-    found = [str(torch.__version__)]
+    found = [f"torch {torch.__version__}"]
     for name in _LIBRARIES:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            version = getattr(sys.modules.get(name), "__version__", None) or importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+        found.append(f"{name} {version}")
     return tuple(found)
 
 

@@ -30,8 +30,8 @@ def add_updates(digest: Digest, updates: AppendUpdates | None, traced: Traced) -
         return
     numbers = (updates.clip_grad_norm, updates.precision, updates.check_finite, updates.refuses_drops, updates.together)
     digest.add(numbers)
-    for name, index, update in updates.of(traced):
-        digest.add(name, index, update.states, graph_to_plain(update.graph))
+    for name, index, kind, update in updates.of(traced):
+        digest.add(name, index, kind, update.states, graph_to_plain(update.graph))
 
 
 def _node(node: fx.Node) -> str:

@@ -110,7 +110,7 @@ def test_a_switch_of_torch_counts(name: str, request_of: Callable[[], Request]) 
     assert digest(request) == first
 
 
-def test_versions_variables_and_the_folder_count(
+def test_versions_and_variables_count(
     request_of: Callable[[], Request], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     request = request_of()
@@ -121,8 +121,7 @@ def test_versions_variables_and_the_folder_count(
         lambda patch: patch.setattr(surroundings, "own_digest", lambda: "other sources"),
         lambda patch: patch.setattr(surroundings, "HAS_TRITON", None),
         lambda patch: patch.setenv("SHARDC_TABLES", "tables.yaml"),
-        lambda patch: patch.setenv("TORCH_SOMETHING", "1"),
-        lambda patch: patch.chdir(tmp_path),
+        lambda patch: patch.setenv("TRITON_INTERPRET", "2"),
     ):
         with monkeypatch.context() as patch:
             change(patch)

@@ -11,6 +11,7 @@ import shardc
 from shardc.compiler import compiled as compiling
 from shardc.compiler.driver import Task, compile_step
 from shardc.compiler.preparation import Sample
+from shardc.frontend import few_layers
 from shardc.frontend.few_layers import _Few
 from shardc.ir.units import UnequalError
 from shardc.program_cache.folder import Folder
@@ -36,6 +37,7 @@ class Stack(nn.Module):
     """Equal layers; what each makes of a batch of two rows is `factor` times as much."""
 
     factor = 1.0
+    rows = False  # is the result multiplied by the number of rows, as a tensor?
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -44,7 +46,8 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return (x * (self.factor if x.shape[0] == 2 else 1.0)).square().mean()
+        x = x * (self.factor if x.shape[0] == 2 else 1.0)
+        return (x * torch.tensor([float(x.shape[0])]) if self.rows else x).square().mean()
 
 
 def request(model: nn.Module, plan: Any, rows: int = 4) -> Any:
@@ -70,6 +73,59 @@ def test_a_way_that_was_compared_counts(cache: Folder) -> None:
     said, found = outcome(request(model, HALVES), cached=True)
     assert said == "stored"
     assert found == outcome(request(model, HALVES), cached=False)[1]
+
+
+@pytest.mark.parametrize("hardware", [SLOW_LINKS, {**SLOW_LINKS, "link_bytes_per_second": 1e15}])
+def test_a_program_has_the_constants_of_the_way_that_was_taken(hardware: dict[str, Any], cache: Folder) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    model.rows = True
+    fresh, stored, hit = (
+        shardc.compile(model, torch.ones(4, 16), mesh="dp=2, tp=2", plan={**HALVES, "hardware": hardware}, cache=cached)
+        for cached in (False, None, None)
+    )
+    assert (stored.cached, hit.cached) == ("stored", "hit")
+    assert hit.plan["halves"] == fresh.plan["halves"]  # type: ignore[typeddict-item]
+    (ours,), (theirs,) = hit.constants.values(), fresh.constants.values()
+    assert torch.equal(ours, theirs)
+    assert float(ours) == 4.0 / fresh.body.halves
+    assert hit.verify().ok
+    assert torch.equal(torch.as_tensor(hit.simulate().loss), torch.as_tensor(fresh.simulate().loss))
+
+
+class Asking(Stack):
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x[:, : counts.max().item()].repeat(1, 2))  # type: ignore[misc]
+
+
+def test_values_that_decide_how_a_batch_runs(cache: Folder) -> None:
+    """Halves of which the second answers otherwise cannot be compiled, and both samples have the same traces."""
+    for last in (8, 6):
+        batch = {"x": torch.ones(4, 16), "counts": torch.tensor([8, 8, last, last])}
+        asked = shardc.api.Request(Asking(), batch, "dp=2, tp=2", HALVES)
+        said, found = outcome(asked, cached=True)
+        assert said == "values of the sample decide whether the batch runs in halves"
+        assert outcome(asked, cached=False)[0] == ""
+        assert found[0]
+    assert not cache.entries()
+
+
+class Whole(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 2:
+            raise ValueError(f"{self.factor} is too few")
+        return super().forward(x)
+
+
+def test_halves_that_are_refused_are_no_choice_again(cache: Folder) -> None:
+    torch.manual_seed(0)
+    model = Whole()
+    said, first = outcome(request(model, HALVES), cached=True)
+    assert (said, outcome(request(model, HALVES), cached=True)) == ("stored", ("hit", first))
+    model.factor = 3.0  # in the error's text, which the choice quotes
+    said, found = outcome(request(model, HALVES), cached=True)
+    assert (said, found) == ("stored", outcome(request(model, HALVES), cached=False)[1])
+    assert found != first
 
 
 def test_what_was_decided_is_not_what_was_said(cache: Folder) -> None:
@@ -133,13 +189,54 @@ def test_what_is_refused_of_unequal_layers_is_refused_of_all(
     def unequal(_: _Few) -> None:
         raise UnequalError("layers")
 
-    plan = {"params": {"nowhere": "tp, -"}}
+    plan: dict[str, Any] = {"params": {"nowhere": "tp, -"}}
     for check, recorded in ((_Few.check, [False]), (unequal, [False, True])):
         undecided.clear()
         monkeypatch.setattr(_Few, "check", check)
         with pytest.raises(shardc.ShardcError, match="nowhere"):
             shardc.compile(Stack(layers=20), torch.ones(4, 16), mesh="tp=2", plan=plan)
         assert undecided == recorded
+
+
+@pytest.mark.parametrize("name", ["ingest", "lengthened_ports"])
+def test_a_fault_where_few_layers_are_checked_is_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("layers.3")
+
+    torch.manual_seed(0)
+    asked = request(Stack(layers=20), {"params": {"**.weight": "tp, -"}})
+    expected = outcome(asked, cached=False)
+    monkeypatch.setattr(few_layers, name, broken)
+    assert outcome(asked, cached=False) == expected
+
+
+# ---------------------------------------------------------------------- what changes no program
+def test_what_changes_no_program_makes_no_other_key(cache: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, plan = Stack(), {"params": {"**.weight": "tp, -"}}
+    assert outcome(request(model, plan), cached=True)[0] == "stored"
+    for name in ("TRITON_CACHE_DIR", "TORCH_HOME", "TORCH_LOGS", "SHARDC_CACHE_LIMIT", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "1GiB")
+    torch.vmap(torch.sin)(torch.ones(2))  # which registers implementations of ops
+    assert outcome(request(model, plan), cached=True)[0] == "hit"
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of a torch that has it")
+def test_the_class_of_a_group_s_optimizer_counts(cache: Folder) -> None:
+    """Updates of whole matrices are named by it."""
+
+    class Other(torch.optim.Muon):
+        pass
+
+    for first in (1, 2):
+        torch.manual_seed(0)
+        model = Stack(layers=3)
+        params = [layer.weight for layer in model.layers]
+        optimizers = [torch.optim.Muon([{"params": [p]} for p in params[:first]])]
+        optimizers += [Other([{"params": [p]} for p in params[first:]])]
+        asked = shardc.api.Request(model, torch.ones(4, 16), "dp=2", optimizer=tuple(optimizers))
+        found = [outcome(asked, cached=cached)[1] for cached in (True, False)]
+        assert found[0] == found[1]
 
 
 # ---------------------------------------------------------------------- what is not kept

@@ -24,7 +24,7 @@ FLOORS: list[dict[str, str]] = [
             __init__ account annotation arena attention_parts attention_rings blocks buckets call_slots caller
             collectives curve dead_operands default_device derive_provenance device_rates diagnostic dot equal_layers
             files fold gc_pause graph group_axes hardware in_flight in_place index_operands layer_blocks layers
-            lazy_graph lazy_mapping lengthened links liveness mesh microbatch ops
+            lazy_graph lengthened links liveness mesh microbatch ops
             ops.accumulate ops.adamw ops.assumed ops.attention ops.attention_heads ops.attention_keys ops.attention_rows
             ops.attention_sums ops.attention_tiles ops.attention_window ops.buckets ops.carried_states ops.channel_sums
             ops.check_index ops.collectives ops.columns ops.context ops.cpu_attention ops.ctc ops.cumulative
