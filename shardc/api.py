@@ -247,7 +247,14 @@ def _of_request(request: Request, traced: Traced, **made: Any) -> Program:
         optimizer=optimizer,
         baked=fingerprint(optimizer) if optimizer is not None else (),
         uncomputed=buffers.reasons,
-        compiled=CompiledModel(model, request.loss, constants, traced.changed_attributes, trains=request.trains),
+        compiled=CompiledModel(
+            model,
+            request.loss,
+            constants,
+            traced.changed_attributes,
+            trains=request.trains,
+            snapshot=traced.before,
+        ),
         request=request,
     )
 

@@ -93,6 +93,7 @@ def copied(traced: Traced) -> Traced:
         copy.meta = {name: copy_of(value) for name, value in node.meta.items()}
     return replace(
         traced,
+        before=None,  # of another model
         graph=graph,
         inputs=tuple(replace(i, node=copies[i.node]) for i in traced.inputs),
         outputs=tuple(replace(o, node=copies[o.node]) for o in traced.outputs),

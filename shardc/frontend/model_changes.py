@@ -50,6 +50,7 @@ class CompiledModel:
 
     `constants` are the tensors that the program has for its own; `changed_attributes` names those that forward
     itself changes. A program for evaluation (`trains` is false) is the same whatever is trained, and in both modes.
+    Whoever has a `snapshot` of both gives it: to take one is most of what this takes.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class CompiledModel:
         changed_attributes: Collection[str] = (),
         *,
         trains: bool = True,
+        snapshot: Snapshot | None = None,
     ) -> None:
         changed_attributes = changed_attributes if trains else {*changed_attributes, *training_flags(model)}
         params, buffers = named_tensors(model)
         self._changed_attributes = changed_attributes
-        self._snapshot = Snapshot(model, loss)
+        self._snapshot = Snapshot(model, loss) if snapshot is None else snapshot
         self._names, self._params = (list(params), list(params.values())) if trains else ([], [])
         self._trained = [p.requires_grad for p in self._params]
         self._hooks = [gradient_hooks(p) for p in self._params]

@@ -140,14 +140,16 @@ def _traced(step: _Step) -> Traced:
     diagnostics += random_diagnostics
     refuse_kept(step.recorded.held(but=[*inputs, *([] if (seed := step.random.seed) is None else [seed])]))
     batch_tensors = dict(zip(call.names, call.tensors, strict=True))
-    refuse_shared_memory(model, batch_tensors, [*step.written_buffers, *step.written])
+    if written := [*step.written_buffers, *step.written]:
+        refuse_shared_memory(model, batch_tensors, written)
     diagnostics += written_inputs(step.written, batch_tensors)
     if any(torch_compat.mutates(node) for node in gm.graph.nodes):
         refuse_written_constants(gm, origins)
         if not rewritten(gm.graph, step.mode, origins.replaced, set(step.decompositions())):
             # Fresh ones: forward may have changed the shape of an input (`unsqueeze_`).
             gm, origins = _without_mutation(gm, step.fakes(), step.mode, origins)
-    return replace(_finish(step, gm, origins), diagnostics=tuple(diagnostics), changed_attributes=changed_attributes)
+    found = {"diagnostics": tuple(diagnostics), "changed_attributes": changed_attributes, "before": step.restored()}
+    return replace(_finish(step, gm, origins), **found)
 
 
 def _try_decisions(step: _Step, gm: fx.GraphModule) -> None:
@@ -240,6 +242,11 @@ class _Step:
         """Of parameters and then of buffers, whether steps leave them as they are."""
         changing = {*self.trainable, *self.written_buffers}
         return [name not in changing for name in (*self.params, *self.buffers)]
+
+    def restored(self) -> Snapshot | None:
+        """What the model and the loss are before the step and after it, where all could be put back."""
+        others = self.forward_only or self.hooks.functions  # other modes, or more than the two
+        return self.before if not others and self.before.restores_all() else None
 
     def decompositions(self) -> torch_compat.Decompositions:
         return torch_compat.decompositions(SMALL_DECOMPOSITIONS) | self.random.decompositions()

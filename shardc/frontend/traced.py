@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from torch import Tensor, fx
 
+from shardc.frontend.python_state import Snapshot
 from shardc.ir.diagnostic import Diagnostic
 from shardc.ir.graph import Graph
 from shardc.ir.lengthened import lengthened
@@ -67,6 +68,7 @@ class Traced:
     written: tuple[str, ...] = ()  # inputs that forward changes in place
     changed_attributes: frozenset[str] = frozenset()  # of the model, by forward itself
     layers: FewLayers | None = None  # of a trace that has few of its equal layers
+    before: Snapshot | None = field(default=None, compare=False)  # the model and the loss, as the trace left them
 
     @property
     def few(self) -> Graph | None:

@@ -3,7 +3,7 @@
     trace           of the model with this batch: each op with its arguments, types, module and source line
     updates         of the optimizer, traced in the same way
     plan, mesh      as bound to the trace, with the lines that diagnostics cite; options of passes
-    surroundings    versions, shardc's files, torch's switches, variables of the environment
+    surroundings    versions, shardc's files and variables, torch's switches
 
 The model is traced at each start, and the key is made of the trace, not of the code behind it. So it does not matter
 what forward reads: a file, a class attribute of a library, a clock. If the trace is another one, so is the key.

@@ -17,8 +17,8 @@ from shardc.program_cache.digest import Digest, UncacheableError, text_of
 def add_trace(digest: Digest, traced: Traced) -> None:
     """Raises UncacheableError for an argument or a constant whose content cannot be told."""
     digest.add("\n".join(map(_node, traced.graph.nodes)))
-    digest.add([(i.role, i.name, i.aliases, i.trainable, i.node) for i in traced.inputs])
-    digest.add([(o.role, o.name, o.node) for o in traced.outputs])
+    inputs = (f"{i.role} {i.name!r} {i.aliases!r} {i.trainable} {i.node.name}" for i in traced.inputs)
+    digest.add("\n".join(inputs), "\n".join(f"{o.role} {o.name!r} {o.node.name}" for o in traced.outputs))
     digest.add(traced.modules, traced.constants, traced.unused, traced.diagnostics, traced.written)
     digest.add(traced.changed_attributes, () if traced.layers is None else traced.layers.units)
 
