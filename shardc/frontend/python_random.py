@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from shardc.frontend.python_state import instances
+from shardc.frontend.python_state import Snapshot, instances
 from shardc.ir.diagnostic import Diagnostic
 
 MESSAGE = "forward draws numbers from {}: every step of a program has the number that was drawn while compiling"
@@ -31,14 +31,15 @@ class _Generator:
 
 
 class Generators:
-    """The generators within a model's reach, and their states when this was made."""
+    """The generators within a model's reach, and their states when this was made; `before` is what is known of it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, before: Snapshot) -> None:
         generators = [
             _Generator("Python's random", random.getstate, random.setstate),
             _Generator("numpy.random", np.random.get_state, np.random.set_state),
         ]
-        generators += [_held(place.path, value) for place, value in instances(model, _CLASSES)]
+        if any(issubclass(kind, _CLASSES) for kind in before.kinds):
+            generators += [_held(place.path, value) for place, value in instances(model, _CLASSES)]
         self._states = [(generator, generator.read()) for generator in generators]
 
     def drawn(self) -> list[Diagnostic]:

@@ -143,11 +143,14 @@ class Snapshot:
         ]
         todo: list[_Found] = [*self._of_holders(_LeftOut())]
         todo += [(Place(), None, None, 0, root) for root in (*functions, *reversed(roots))]
-        for found, places in _walked(todo, _LeftOut(holds_nothing)):
+        left_out = _LeftOut(holds_nothing)
+        kinds = set[type]()
+        for found, places in _walked(todo, left_out, kinds=kinds):
             if places is _EMPTY:
                 self._held.append((found, None, _NOTHING))
             else:
                 self._held += [(found, holder, items) for holder, items in places]
+        self.kinds = kinds | left_out.keys()  # of all values that were met
         self._empty: list[Any] = [found[-1] for found, holder, _ in self._held if holder is None]  # most of all
         self._filled = [(holder, items) for _, holder, items in self._held if holder is not None]
 
@@ -177,6 +180,8 @@ class Snapshot:
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """The arrays of numpy, and how the user would write each."""
+        if not any(kind.__name__ == "ndarray" for kind in self.kinds):
+            return
         left_out = _LeftOut(_holds_no_array)
         for found, _ in _walked([*self._of_holders(left_out)], left_out, empty=False):
             if type(found[-1]).__name__ == "ndarray":
@@ -237,10 +242,11 @@ _NOTHING: Mapping[object, Any] = {}
 
 
 def _walked(
-    todo: list[_Found], left_out: _LeftOut | None = None, *, empty: bool = True
+    todo: list[_Found], left_out: _LeftOut | None = None, *, empty: bool = True, kinds: set[type] | None = None
 ) -> Iterator[tuple[_Found, _Places]]:
     """What values hold, themselves first, but for what others hold that is `left_out`, or an `empty` container: each
-    with its places and their items; with `_EMPTY` a container that has none."""
+    with its places and their items; with `_EMPTY` a container that has none. Their types are added to `kinds`."""
+    kinds = set() if kinds is None else kinds
     seen: dict[int, Any] = {}  # the values are kept, so that no other takes the place of one
     left_out = _LeftOut() if left_out is None else left_out
     unless_empty = frozenset[type]() if empty else _EXACT
@@ -250,6 +256,7 @@ def _walked(
         if id(value) in seen:
             continue
         kind = type(value)
+        kinds.add(kind)
         if kind in _EXACT and not value:
             if found[3] <= _DEPTH:
                 seen[id(value)] = value

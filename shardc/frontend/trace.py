@@ -116,7 +116,7 @@ def trace(
 def _traced(step: _Step) -> Traced:
     """The graph of a step. Raises UnequalError where layers that are left out have to be recorded."""
     model, call = step.model, step.call
-    generators = Generators(model)
+    generators = Generators(model, step.before)
     try:
         gm, inputs, origins = step.record()
         admit_foreign(origins)

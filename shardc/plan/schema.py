@@ -185,7 +185,7 @@ class Plan(BaseModel):
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
             _refuse_large(root, name)
-            data: object = yaml.safe_load(text)
+            data: object = None if root is None else yaml.SafeLoader("").construct_document(root)
         except RecursionError:
             raise error("SC208", TOO_DEEP, location=name, hint="a plan is a few levels deep") from None
         except yaml.reader.ReaderError as invalid:
