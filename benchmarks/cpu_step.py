@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ["SHARDC_CACHE"] = "off"  # first steps compile
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a core a rank, as torchrun has it; before torch is imported
 
 import torch
