@@ -16,6 +16,7 @@ from torch import nn
 
 from shardc.compiler.pass_pipeline import Options
 from shardc.frontend.ingest import rank_of
+from shardc.frontend.model_tree import named_modules
 from shardc.frontend.precision import Precision
 from shardc.frontend.trace import Traced
 from shardc.ir.annotation import Annotation, match, matches
@@ -51,7 +52,7 @@ PLAN = "__shardc_plan__"  # the attribute of a module, or of its class, that hol
 def collect_plan(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path | None) -> Plan:
     """The plans of the model's classes, of the model and of the argument, merged in this order: later ones win."""
     merged = Plan()
-    for fqn, module in model.named_modules():
+    for fqn, module in named_modules(model):
         class_plan = getattr(type(module), PLAN, None)
         if class_plan is not None:
             merged = merged.merge(_under(fqn, class_plan))

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from shardc.frontend.model_tree import modules_of
+
 FORM = "_experts_implementation_internal"
 OTHERS = ("eager", "batched_mm")
 DISPATCHER = "transformers.integrations.moe"  # where the forward of a module lies that has all forms
@@ -25,7 +27,7 @@ def grouped(model: nn.Module) -> Generator[None]:
     """All experts of a model in the grouped form; those of a form that the user has written stay as they are."""
     changed: list[tuple[dict[str, Any], str]] = []
     try:
-        for module in model.modules():
+        for module in modules_of(model):
             if getattr(type(module).forward, "__globals__", {}).get("__name__") != DISPATCHER:
                 continue
             attributes: dict[str, Any] = getattr(getattr(module, "config", None), "__dict__", {})

@@ -13,6 +13,7 @@ from functools import cached_property
 from torch import Tensor, fx, nn
 
 from shardc.frontend.ingest import ingest
+from shardc.frontend.model_tree import named_modules
 from shardc.frontend.traced import Traced, TracedInput, TracedOutput
 from shardc.frontend.unrecorded_layers import KEPT_AT_END, UnrecordedLayers
 from shardc.ir.equal_layers import LEAST
@@ -26,7 +27,7 @@ from shardc.ir.units import UnequalError, Units
 def long_lists(model: nn.Module) -> dict[str, int]:
     """The lists of modules with so many elements that some need not be recorded, and how many these are."""
     found: dict[str, int] = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         elements = list(vars(module)["_modules"])
         if (
             elements == [str(i) for i in range(len(elements))]

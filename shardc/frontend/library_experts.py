@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.frontend.model_changes import HOOKS
+from shardc.frontend.model_tree import modules_of
 from shardc.ir.ops.grouped import grouped_mm
 
 
@@ -139,7 +140,7 @@ def library_experts(model: nn.Module) -> Generator[None]:
     """
     changed: list[tuple[type[nn.Module], Any]] = []
     by_class: dict[type[nn.Module], list[nn.Module]] = {}
-    for module in model.modules():
+    for module in modules_of(model):
         by_class.setdefault(type(module), []).append(module)
     try:
         for (name, kind), (form, skipped) in FORMS.items():

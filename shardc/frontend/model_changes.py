@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardc.frontend.evaluation_mode import training_flags
-from shardc.frontend.model_tree import named_tensors
+from shardc.frontend.model_tree import named_modules, named_tensors
 from shardc.frontend.python_state import Snapshot
 from shardc.frontend.state_holders import Variables
 from shardc.ir.caller import warn
@@ -74,7 +74,7 @@ class CompiledModel:
         self._versions = [version_of(t) for t in self._constants]
         self._variables = [Variables(function) for function in _functions(loss)]
         self._variables_before = [_comparable(variables.items()) for variables in self._variables]
-        modules = list(model.named_modules())
+        modules = named_modules(model)
         attributes: list[tuple[str, Mapping[str, Any]]] = [(f"{n}." if n else "", vars(m)) for n, m in modules]
         attributes += [("loss.", vars(loss))] if isinstance(loss, nn.Module) else []
         recorded = (_plain_of(prefix, items, changed_attributes) for prefix, items in attributes)

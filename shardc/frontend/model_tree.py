@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model, which a compile asks for a dozen times: by one walk over its modules."""
+"""The modules of a model, and its parameters and buffers, which a compile asks for a dozen times."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 _WALKS = ("named_parameters", "named_buffers", "_named_members")
+_NAMED_MODULES = nn.Module.named_modules
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What `model.named_modules()` yields, whose generators within generators take several times as long."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    todo: list[tuple[str, nn.Module]] = [("", model)]
+    while todo:
+        name, module = todo.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if type(module).named_modules is not _NAMED_MODULES or "named_modules" in vars(module):
+            return [*model.named_modules()]  # of which one has a method of its own
+        found.append((name, module))
+        if inner := vars(module)["_modules"]:
+            prefix = f"{name}." if name else ""
+            todo += [(prefix + key, child) for key, child in reversed(inner.items()) if child is not None]
+    return found
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """What `model.modules()` yields."""
+    return [module for _, module in named_modules(model)]
 
 
 def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -14,7 +39,7 @@ def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> tuple[dict
     if not _is_plain(model):
         parameters = model.named_parameters(remove_duplicate=remove_duplicate)
         return dict(parameters), dict(model.named_buffers(remove_duplicate=remove_duplicate))
-    modules = [*model.named_modules(remove_duplicate=remove_duplicate)]
+    modules = named_modules(model) if remove_duplicate else [*model.named_modules(remove_duplicate=False)]
     tables = (dict(_members(modules, table, remove_duplicate)) for table in ("_parameters", "_buffers"))
     return next(tables), next(tables)
 

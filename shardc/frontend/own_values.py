@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from shardc.frontend.buffer_writers import INITIALIZERS, functions_of, may_write, names_in
 from shardc.frontend.made_anew import CONTENTS, Anew, takes_config_alone
-from shardc.frontend.model_tree import own_buffers
+from shardc.frontend.model_tree import modules_of, own_buffers
 from shardc.ir.default_device import on_cpu
 
 Compute = Callable[[float, int], "Tensor | None"]  # of the contents of the memory, and the seed of random numbers
@@ -81,7 +81,7 @@ def computed_buffers(model: nn.Module) -> ComputedBuffers:
 def non_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that no `state_dict` has, under the first of their names."""
     persistent = {
-        id(t) for module in model.modules() for key, t in own_buffers(module) if key not in vars(module)[_UNSAVED]
+        id(t) for module in modules_of(model) for key, t in own_buffers(module) if key not in vars(module)[_UNSAVED]
     }
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in persistent}
 

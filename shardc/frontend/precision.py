@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import torch_compat
+from shardc.frontend.model_tree import modules_of
 from shardc.ir.annotation import Annotation
 from shardc.ir.diagnostic import did_you_mean, error
 
@@ -73,7 +74,7 @@ class Casts:
         self.modules = list(dict.fromkeys(modules[name] for name in outermost))
         self.inputs = {name for name in inputs if name in kept_names}
         self.params: set[Tensor] = {p for name, p in params.items() if name in kept_names}
-        for module in model.modules():
+        for module in modules_of(model):
             if module in self.modules:
                 self.params.update(module.parameters())
             elif isinstance(module, BATCH_NORMS):

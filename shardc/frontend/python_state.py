@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardc.frontend.function_caches import Cache, forget
+from shardc.frontend.model_tree import modules_of
 from shardc.frontend.state_holders import (
     ABSENT,
     CONTAINERS,
@@ -132,7 +133,7 @@ class Snapshot:
     """Every module's attributes, and the containers and plain objects that they hold; of functions their variables."""
 
     def __init__(self, *roots: object) -> None:
-        modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+        modules = [module for root in roots if isinstance(root, nn.Module) for module in modules_of(root)]
         classes = dict.fromkeys(cls for kind in dict.fromkeys(map(type, modules)) for cls in kind.__mro__)
         by_class = {cls: held_by_class(cls) for cls in classes}
         functions = [function for _, of_class in by_class.values() for function in of_class]

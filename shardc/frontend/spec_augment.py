@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardc.frontend.model_tree import modules_of
+
 NAME = "_compute_mask_indices"
 
 
@@ -27,7 +29,7 @@ NAME = "_compute_mask_indices"
 def drawn_in_each_step(model: nn.Module) -> Generator[None]:
     """Let the modules of Hugging Face's that a model consists of draw their masks as tensors."""
     changed: dict[int, tuple[dict[str, Any], Any]] = {}
-    for kind in {type(module) for module in model.modules()}:
+    for kind in {type(module) for module in modules_of(model)}:
         names = vars(sys.modules.get(kind.__module__, sys))
         function = names.get(NAME)
         if function is not None and str(getattr(function, "__module__", "")).startswith("transformers."):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import torch_compat
-from shardc.frontend.model_tree import named_tensors
+from shardc.frontend.model_tree import named_modules, named_tensors
 from shardc.frontend.precision import KEEP_HINT
 from shardc.frontend.provenance import Origin, about_tensor
 from shardc.frontend.selected_rows import SelectedRows
@@ -130,7 +130,7 @@ class StandIns:
     def _refuse_new(self) -> None:
         known = {id(base.traced) for base in self._by_id.values()}
         places = {(module, key) for module, _, key, _ in self.entries}
-        for prefix, module in self.model.named_modules():
+        for prefix, module in named_modules(self.model):
             if all(p is None or id(p) in known for p in vars(module)["_parameters"].values()):
                 continue
             for key, parameter in module.named_parameters(recurse=False):

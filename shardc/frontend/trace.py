@@ -41,7 +41,7 @@ from shardc.frontend.local_mutation import rewritten
 from shardc.frontend.loop_notes import noting
 from shardc.frontend.loss_gradients import Hooks, gradients
 from shardc.frontend.model_outputs import output_tensors
-from shardc.frontend.model_tree import named_tensors
+from shardc.frontend.model_tree import named_modules, named_tensors
 from shardc.frontend.op_overrides import SMALL_DECOMPOSITIONS, WHOLE_OPS, RandomOps, overrides, undifferentiated
 from shardc.frontend.precision import Casts, Precision, place_casts, refuse_mixed
 from shardc.frontend.provenance import Origin, Origins, first_tensor
@@ -253,7 +253,7 @@ class _Step:
 
     @torch_compat.checkpoints_ended()
     def record(self) -> tuple[fx.GraphModule, list[Tensor], Origins]:
-        names = {module: name for name, module in self.model.named_modules()}
+        names = {module: name for name, module in named_modules(self.model)}
         inputs = self.fakes()
 
         def joint(*tensors: Tensor) -> list[Tensor]:

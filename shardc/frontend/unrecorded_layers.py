@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from shardc import torch_compat
 from shardc.frontend.call_forms import Call, CallForms, new_in
 from shardc.frontend.memory_writes import memory_of
+from shardc.frontend.model_tree import named_modules
 from shardc.frontend.op_overrides import RandomOps
 from shardc.frontend.provenance import Origins
 from shardc.frontend.sample_values import SampleValues
@@ -399,7 +400,7 @@ def _layers(units: Units) -> range:
 
 
 def _kind(element: nn.Module) -> Iterator[object]:
-    for name, module in element.named_modules():
+    for name, module in named_modules(element):
         said = [(key, value) for key, value in vars(module).items() if type(value) in _SAID]
         tensors = [
             (key, None if t is None else (t.shape, t.stride(), t.dtype, t.requires_grad))

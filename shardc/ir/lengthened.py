@@ -159,13 +159,17 @@ class _Lengthening:
         args = x.args if form.args is None else form.args(at)
         kwargs = x.kwargs if form.kwargs is None else form.kwargs(at)
         copy = add_node(self.whole.fx, x.op, target, args, kwargs, name)
-        self._add(at + form.behind, form.key, copy)
-        if at in (self.first, self.end):
-            self.ends[x if at == self.first else y] = at + form.behind
-        fields = list(form.fields)
-        for k, of_block in form.differing:
-            fields[k] = of_block(at)
-        set_info(copy, info_of(fields))
+        place = at + form.behind
+        self._add(place, form.key, copy)
+        if at == self.first or at == self.end:
+            self.ends[x if at == self.first else y] = place
+        if form.differing:
+            fields = list(form.fields)
+            for k, of_block in form.differing:
+                fields[k] = of_block(at)
+            set_info(copy, info_of(fields))
+        else:
+            set_info(copy, info_of(form.fields))
 
     def _form(self, x: fx.Node, y: fx.Node) -> _Form:
         fields = FIELD_VALUES(info(x))

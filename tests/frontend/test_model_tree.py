@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardc.frontend.model_tree import named_tensors, own_buffers
+from shardc.frontend.model_tree import modules_of, named_modules, named_tensors, own_buffers
 
 
 class Shared(nn.Module):
@@ -86,3 +86,24 @@ def test_what_a_model_tells_itself() -> None:
 
 def _ids(items: Iterable[tuple[str, Any]]) -> list[tuple[str, int]]:
     return [(name, id(value)) for name, value in items]
+
+
+def itself() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.add_module("itself", model)
+    return model
+
+
+@pytest.mark.parametrize("build", [Shared, lambda: around(Renamed(2, 2)), lambda: Renamed(2, 2), Telling, itself])
+def test_modules_are_those_of_torch_in_their_order(build: Any) -> None:
+    model = build()
+    assert named_modules(model) == [*model.named_modules()]
+    assert modules_of(model) == [*model.modules()]
+
+
+def test_a_walk_of_one_instance_or_of_all_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    object.__setattr__(model[0], "named_modules", lambda memo, prefix, remove_duplicate: [(f"{prefix}!", model[0])])
+    assert [name for name, _ in named_modules(model)] == ["", "0!"]
+    monkeypatch.setattr(nn.Module, "named_modules", lambda self: iter([("all", self)]))
+    assert [name for name, _ in named_modules(nn.Linear(2, 2))] == ["all"]
