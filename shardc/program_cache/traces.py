@@ -28,10 +28,14 @@ def add_updates(digest: Digest, updates: AppendUpdates | None, traced: Traced) -
     if updates is None:
         digest.add(None)
         return
-    numbers = (updates.clip_grad_norm, updates.precision, updates.check_finite, updates.refuses_drops, updates.together)
-    digest.add(numbers)
+    asked = (updates.clip_grad_norm, updates.precision, updates.check_finite, updates.refuses_drops, updates.together)
+    digest.add(asked)
+    numbers: dict[int, int] = {}  # of updates by their ids, which many parameters share
     for name, index, kind, update in updates.of(traced):
-        digest.add(name, index, kind, update.states, graph_to_plain(update.graph))
+        if id(update) not in numbers:
+            numbers[id(update)] = len(numbers)
+            digest.add(update.states, graph_to_plain(update.graph))
+        digest.add(name, index, kind, numbers[id(update)])
 
 
 def _node(node: fx.Node) -> str:
