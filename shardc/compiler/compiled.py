@@ -99,15 +99,14 @@ def in_parts(plan: Plan, parts: int) -> Plan:
 
 def _finished(prepared: Prepared, preparing: Preparing) -> Compiled:
     """A way that passes have run over."""
-    options, record = prepared.options, prepared.record
     try:
         if (layers := prepared.task.traced.layers) is not None:
             layers.check()
-        graphs = compile_step(prepared.task, options)
+        graphs = compile_step(prepared.task, prepared.options)
     except UnequalError:  # the layers that were recorded do not tell what all do, after all
         prepared = preparing.of_all_layers(prepared)
-        graphs = compile_step(prepared.task, options)
-    task, plan = prepared.task, prepared.task.plan
+        graphs = compile_step(prepared.task, prepared.options)
+    task, plan, options, record = prepared.task, prepared.task.plan, prepared.options, prepared.record
     refuse_divided(prepared, graphs.reference)
     if plan.data.per_rank:
         record["data"] = plan.data.dumped()

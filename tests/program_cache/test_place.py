@@ -181,6 +181,28 @@ def test_a_trace_of_all_layers_counts(cache: Folder, undecided: list[bool], monk
     assert (said, other == found) == ("stored", False)
 
 
+def test_what_is_prepared_anew_of_all_layers_is_what_the_program_has(
+    undecided: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer's state starts from what the updates say that were compiled, not from those of few layers."""
+
+    def unequal(_: _Few) -> None:
+        raise UnequalError("layers")
+
+    programs: list[shardc.Program] = []
+    for check, recorded in ((_Few.check, [False, True]), (unequal, [False, True])):
+        undecided.clear()
+        monkeypatch.setattr(_Few, "check", check)
+        torch.manual_seed(0)
+        model = Stack(layers=20)
+        optimizer = torch.optim.AdamW(model.parameters())
+        programs += [shardc.compile(model, torch.ones(4, 16), mesh="dp=2", optimizer=optimizer, cache=False)]
+        assert undecided == recorded
+        assert len(programs[-1].plan["fills"]) == 60  # type: ignore[typeddict-item]
+        assert programs[-1].verify().ok
+    assert programs[0].to_plain() == programs[1].to_plain()
+
+
 def test_what_is_refused_of_unequal_layers_is_refused_of_all(
     undecided: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
